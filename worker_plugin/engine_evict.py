@@ -1,0 +1,187 @@
+"""Evict: chunks out of DDR and SSD, what requests have pinned excepted.
+
+The SSD copy goes first and then, in one step under the ledger's guard, the DDR copy, the loads in progress and the
+holds of running prefetches: a load that began before an evict can therefore not bring the chunk back behind it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import TimeoutError as FutureTimeout
+
+from kvbus.protocol.hashes import ChunkHash
+from kvbus.protocol.results import Outcome
+from worker_plugin.engine_ledger import Ledger
+from worker_plugin.engine_tiers import (
+    Keys,
+    TierLocks,
+    Tiers,
+    TierStuck,
+    being_written,
+    remove_from_cpu,
+    remove_from_disk,
+    settle_requests,
+)
+from worker_plugin.engine_types import ChunkOutcome, Tags
+from worker_plugin.lmcache_access import CPU_TIER, DISK_TIER, CacheEngine, CpuBackend, DiskBackend, Key
+
+log = logging.getLogger(__name__)
+
+GROUP = 16
+"""Chunks handled under one hold of a tier's lock: the engine's own calls must not wait for a whole command."""
+
+# What is reported where a chunk ends differently in its tiers: the first of these that happened.
+_GRAVEST = (Outcome.TIER_STUCK, Outcome.FAILED, Outcome.IN_USE, Outcome.BUSY, Outcome.UNSUPPORTED)
+
+
+class _Chunk:
+    """One chunk's way through an evict."""
+
+    __slots__ = ("details", "kept", "key", "parts", "pinned_on_disk", "tiers")
+
+    def __init__(self, key: Key, parts: list[Key]) -> None:
+        self.key = key
+        self.parts = parts
+        self.tiers = 0
+        self.kept: list[Outcome] = []
+        self.details: list[str] = []
+        self.pinned_on_disk = False
+
+    def keep(self, outcome: Outcome, detail: str) -> None:
+        self.kept.append(outcome)
+        self.details.append(detail)
+
+    def outcome(self, chunk: ChunkHash) -> ChunkOutcome:
+        if self.kept:
+            found = next(outcome for outcome in _GRAVEST if outcome in self.kept)
+        else:
+            found = Outcome.EVICTED if self.tiers else Outcome.MISSING
+        return ChunkOutcome(chunk, found, self.tiers, 0, "; ".join(self.details) if self.details else "")
+
+
+class Evictor:
+    """One evict command. Raises nothing for a chunk's or a tier's sake."""
+
+    def __init__(
+        self, engine: CacheEngine, ledger: Ledger, locks: TierLocks, *, tags: Tags, locations: tuple[str, ...] | None
+    ) -> None:
+        self._engine, self._ledger, self._locks = engine, ledger, locks
+        self._keys = Keys(engine, tags)
+        self._locations = locations
+        self._tiers = Tiers(engine)
+
+    def run(self, chunks: Sequence[ChunkHash]) -> list[ChunkOutcome]:
+        tiers = self._tiers
+        if tiers.refusal:
+            return [ChunkOutcome(chunk, Outcome.UNSUPPORTED, detail=tiers.refusal) for chunk in chunks]
+        work = [_Chunk(key, self._keys.parts(key)) for key in self._keys.of(chunks)]
+        cpu = tiers.cpu if self._wants(CPU_TIER) else None
+        disk = tiers.disk if self._wants(DISK_TIER) else None
+        for end in range(len(work), 0, -GROUP):
+            group = work[max(0, end - GROUP) : end][::-1]
+            if disk is not None:
+                self._from_disk(disk, group)
+            if cpu is not None:
+                self._from_cpu(cpu, group)
+        if self._locations is not None and (others := [name for name in tiers.others if name in self._locations]):
+            for item in work:
+                item.keep(Outcome.UNSUPPORTED, f"kvbus does not remove from {', '.join(others)}")
+        return [item.outcome(chunk) for item, chunk in zip(work, chunks, strict=True)]
+
+    def _wants(self, tier: str) -> bool:
+        return self._locations is None or tier in self._locations
+
+    def _from_cpu(self, cpu: CpuBackend, group: Sequence[_Chunk]) -> None:
+        with self._ledger.guard:
+            freed = []
+            try:
+                with self._locks.hold(CPU_TIER, cpu.cpu_lock):
+                    settle_requests(cpu, cpu.hot_cache)
+                    index = cpu.hot_cache
+                    for item in group:
+                        found = [part for part in item.parts if part in index]
+                        if any(index[part].meta.pin_count > 0 for part in found):
+                            item.keep(Outcome.IN_USE, f"pinned in {CPU_TIER}")
+                            continue
+                        freed += self._ledger.evict(item.key)
+                        if found:
+                            remove_from_cpu(cpu, found)
+                            item.tiers += 1
+            except TierStuck as stuck:
+                for item in group:
+                    item.keep(Outcome.TIER_STUCK, str(stuck))
+            finally:
+                for memory in freed:
+                    memory.ref_count_down()
+
+    def _from_disk(self, disk: DiskBackend, group: Sequence[_Chunk]) -> None:
+        try:
+            self._remove_files(disk, group)
+            pinned = [item for item in group if item.pinned_on_disk]
+            if pinned and self._drop_stale_pins(disk, pinned):
+                self._remove_files(disk, pinned)
+        except TierStuck as stuck:
+            for item in group:
+                item.keep(Outcome.TIER_STUCK, str(stuck))
+            return
+        for item in group:
+            if item.pinned_on_disk:
+                item.keep(Outcome.IN_USE, f"pinned in {DISK_TIER}")
+
+    def _remove_files(self, disk: DiskBackend, group: Sequence[_Chunk]) -> None:
+        with self._locks.hold(DISK_TIER, disk.disk_lock):
+            settle_requests(disk, disk.dict)
+            writing = being_written(disk)
+            index = disk.dict
+            for item in group:
+                item.pinned_on_disk = False
+                if writing and not writing.isdisjoint(item.parts):
+                    item.keep(Outcome.BUSY, "its file is being written")
+                    continue
+                found = [(part, entry) for part in item.parts if (entry := index.get(part)) is not None]
+                if not found:
+                    continue
+                if self._tiers.disk_bypassed:
+                    item.keep(Outcome.UNSUPPORTED, f"{DISK_TIER} is bypassed: its health check failed")
+                elif any(entry.pin_count > 0 and self._ledger.foreign_pins(entry) > 0 for _, entry in found):
+                    item.pinned_on_disk = True
+                else:
+                    item.details += filter(None, (remove_from_disk(disk, part, entry) for part, entry in found))
+                    item.tiers += 1
+
+    def _drop_stale_pins(self, disk: DiskBackend, pinned: Sequence[_Chunk]) -> bool:
+        """Asynchronous loading leaves one pin on the SSD entry for each hit, for ever (0.4.3, 0.4.4). Drop those.
+
+        A pin is stale when no load is under way and no lookup lists it. That is judged on the storage manager's own
+        loop, where asynchronous lookups pin and register their load in one go, and only with local tiers, since a
+        remote tier would let them pause between the two.
+        """
+        manager = self._engine.storage_manager
+        if not self._engine.async_loading or self._engine.use_layerwise or self._tiers.others or manager is None:
+            return False
+
+        async def drop() -> bool:
+            from lmcache.v1.event_manager import EventStatus, EventType
+
+            if self._engine.event_manager.get_events_count_by_status(EventType.LOADING, EventStatus.ONGOING):
+                return False
+            listed: Counter[Key] = Counter()
+            for by_tier in list(self._engine.lookup_pins.values()):
+                listed.update(by_tier.get(DISK_TIER, ()))
+            with self._locks.hold(DISK_TIER, disk.disk_lock):
+                for item in pinned:
+                    for part in item.parts:
+                        if (entry := disk.dict.get(part)) is not None:
+                            entry.pin_count -= max(0, self._ledger.foreign_pins(entry) - listed[part])
+            return True
+
+        answer = asyncio.run_coroutine_threadsafe(drop(), manager.loop)
+        try:
+            return answer.result(timeout=5.0)
+        except FutureTimeout:
+            answer.cancel()
+            log.warning("the storage manager's loop did not answer within 5 s; pinned chunks stay on the SSD")
+            return False

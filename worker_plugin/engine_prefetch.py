@@ -1,0 +1,348 @@
+"""Prefetch: one command's chunks from SSD files into DDR, by a load path of our own.
+
+LMCache's own prefetch leaks a reference for every chunk, can deadlock the SSD tier, stops at the first gap and
+registers short files as KV (0.4.3 and 0.4.4). Here every byte is counted, no allocation is waited for, and whatever a
+load takes it gives back.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from types import TracebackType
+from typing import NamedTuple, Self
+
+from kvbus.protocol.hashes import ChunkHash
+from kvbus.protocol.results import Outcome
+from worker_plugin.engine_ledger import Ledger, Load
+from worker_plugin.engine_tiers import (
+    Keys,
+    TierLocks,
+    Tiers,
+    TierStuck,
+    being_written,
+    forget,
+    remove_from_cpu,
+    remove_from_disk,
+    touch,
+)
+from worker_plugin.engine_types import ChunkOutcome, Tags
+from worker_plugin.lmcache_access import (
+    CPU_TIER,
+    DISK_TIER,
+    CacheEngine,
+    CpuBackend,
+    DiskBackend,
+    DiskEntry,
+    Key,
+    MemoryObject,
+    pool_of,
+)
+
+log = logging.getLogger(__name__)
+
+
+class Damaged(Exception):
+    """A file does not hold what the index says."""
+
+
+class Changed(Exception):
+    """A file was written to while it was read."""
+
+
+class Ended(NamedTuple):
+    """How one load ended, before the chunk's hash is put to it."""
+
+    outcome: Outcome
+    size: int = 0
+    detail: str = ""
+
+
+class Session:
+    """See engine_types.PrefetchSession. At its end everything is where it was, but for the chunks now in DDR."""
+
+    def __init__(
+        self,
+        engine: CacheEngine,
+        ledger: Ledger,
+        locks: TierLocks,
+        *,
+        tags: Tags,
+        sources: tuple[str, ...] | None,
+        max_share: float,
+    ) -> None:
+        self._engine, self._ledger, self._locks = engine, ledger, locks
+        self._keys = Keys(engine, tags)
+        self._sources = sources
+        self._max_share = max_share
+        self._order: list[Key] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give all held references back, and leave the first chunks as the last ones that LRU would push out."""
+        with self._ledger.guard:
+            objects = self._ledger.release(self, self._order)
+            order, self._order = self._order, []
+            cpu = Tiers(self._engine).cpu
+            try:
+                if cpu is None:
+                    return
+                # Under cpu_lock: LMCache's layerwise victim search believes that a chunk's layers are free together.
+                with self._locks.hold(CPU_TIER, cpu.cpu_lock):
+                    for key in reversed(order):
+                        for part in reversed(self._keys.parts(key)):
+                            touch(cpu.cache_policy, part, cpu.hot_cache)
+                    while objects:
+                        objects.pop().ref_count_down()
+            except TierStuck:
+                log.warning("a prefetch ended while DDR's lock was stuck")
+            finally:
+                while objects:
+                    objects.pop().ref_count_down()
+
+    def load(self, chunk: ChunkHash) -> ChunkOutcome:
+        """Bring one chunk into DDR; see engine_types.PrefetchSession.load. Raises nothing."""
+        try:
+            ended = self._load(chunk)
+        except TierStuck as stuck:
+            ended = Ended(Outcome.TIER_STUCK, detail=str(stuck))
+        except Exception as error:
+            log.exception("prefetch of chunk %s failed", chunk)
+            ended = Ended(Outcome.FAILED, detail=f"{type(error).__name__}: {error}")
+        return ChunkOutcome(chunk, ended.outcome, bytes=ended.size, detail=ended.detail)
+
+    def _load(self, chunk: ChunkHash) -> Ended:
+        tiers = Tiers(self._engine)
+        cpu, disk = tiers.cpu, tiers.disk
+        if tiers.refusal or cpu is None:
+            return Ended(Outcome.UNSUPPORTED, detail=tiers.refusal or "there is no DDR tier")
+        if not cpu.use_hot:
+            return Ended(Outcome.UNSUPPORTED, detail="DDR is off as a tier (local_cpu, or set_hot_cache)")
+        (key,) = self._keys.of([chunk])
+        parts = self._keys.parts(key)
+        limit = int(pool_of(cpu).address_manager.get_heap_size() * self._max_share)
+        with self._ledger.guard:
+            if self._take_resident(cpu, key, parts, limit):
+                return Ended(Outcome.RESIDENT)
+            load = self._ledger.begin(key)
+        try:
+            if disk is None or (self._sources is not None and DISK_TIER not in self._sources):
+                return self._elsewhere(tiers)
+            if tiers.disk_bypassed:
+                return Ended(Outcome.UNSUPPORTED, detail=f"{DISK_TIER} is bypassed: its health check failed")
+            return self._from_disk(tiers, cpu, disk, load, key, parts, limit)
+        finally:
+            with self._ledger.guard:
+                self._ledger.end(key, load)
+
+    def _take_resident(self, cpu: CpuBackend, key: Key, parts: Sequence[Key], limit: int) -> bool:
+        """Under the guard: where DDR has the chunk, hold it for the session. Beyond the share it is left unheld."""
+        with self._locks.hold(CPU_TIER, cpu.cpu_lock):
+            objects = [memory for part in parts if (memory := cpu.hot_cache.get(part)) is not None]
+            if len(objects) < len(parts):
+                return False
+            size = sum(memory.get_physical_size() for memory in objects)
+            if not self._ledger.holds(key, self):
+                if self._ledger.held_bytes + size <= limit:
+                    for memory in objects:
+                        memory.ref_count_up()
+                    self._ledger.hold(key, self, objects, size)
+                self._order.append(key)
+            return True
+
+    def _elsewhere(self, tiers: Tiers) -> Ended:
+        """Not in the local tiers: is there another that may have it?"""
+        others = [name for name in tiers.others if self._sources is None or name in self._sources]
+        if others:  # loading from there would wait for memory on LMCache's own event loop, perhaps for ever
+            return Ended(Outcome.UNSUPPORTED, detail=f"may be in {', '.join(others)}, from which kvbus does not load")
+        return Ended(Outcome.MISSING)
+
+    def _from_disk(
+        self, tiers: Tiers, cpu: CpuBackend, disk: DiskBackend, load: Load, key: Key, parts: list[Key], limit: int
+    ) -> Ended:
+        with self._locks.hold(DISK_TIER, disk.disk_lock):
+            if not being_written(disk).isdisjoint(parts):
+                return Ended(Outcome.BUSY, detail="its file is being written")
+            entries = [entry for part in parts if (entry := disk.dict.get(part)) is not None]
+            if len(entries) == len(parts):
+                for entry in entries:
+                    self._ledger.pin(entry)
+        if not entries:
+            return self._elsewhere(tiers)
+        if len(entries) < len(parts):
+            return Ended(Outcome.MISSING, detail=f"only {len(entries)} of its {len(parts)} layers are there")
+        ended = Ended(Outcome.FAILED, detail="the load was broken off")
+        damage = ""
+        try:
+            ended = self._read_and_put(cpu, disk, load, key, parts, entries, limit)
+        except FileNotFoundError:
+            damage = "its file was gone"
+        except Damaged as error:
+            damage = str(error)
+        except Changed:
+            ended = Ended(Outcome.BUSY, detail="its file was written to while it was read")
+        except OSError as error:
+            ended = Ended(Outcome.FAILED, detail=f"its file could not be read: {error}")
+        finally:
+            ended = self._finish(disk, parts, entries, ended, damage)
+        return ended
+
+    def _finish(
+        self, disk: DiskBackend, parts: list[Key], entries: list[DiskEntry], ended: Ended, damage: str
+    ) -> Ended:
+        """Unpin; count the hit, or take a damaged chunk out of the tier's index."""
+        try:
+            with self._locks.hold(DISK_TIER, disk.disk_lock):
+                for entry in entries:
+                    self._ledger.unpin(entry)
+                if damage:
+                    return self._mend(disk, parts, entries, damage)
+                if ended.outcome is Outcome.LOADED:
+                    for part in reversed(parts):
+                        touch(disk.cache_policy, part, disk.dict)
+        except TierStuck:
+            # The tier is lost until the engine starts again; a pin left behind would outlive even that repair.
+            for entry in entries:
+                self._ledger.unpin(entry)
+            if damage:
+                return Ended(Outcome.MISSING, detail=f"{damage}; {DISK_TIER} is stuck and keeps its entry")
+        return ended
+
+    def _mend(self, disk: DiskBackend, parts: list[Key], entries: list[DiskEntry], damage: str) -> Ended:
+        """Under disk_lock: forget a chunk whose data is gone or damaged, all layers of it."""
+        if not being_written(disk).isdisjoint(parts):
+            return Ended(Outcome.BUSY, detail=f"{damage}; it is being written anew")
+        current = [(part, entry) for part in parts if (entry := disk.dict.get(part)) is not None]
+        if any(entry is not seen for (_, entry), seen in zip(current, entries, strict=False)):
+            return Ended(Outcome.BUSY, detail=f"{damage}; it has been written anew")
+        if any(self._ledger.foreign_pins(entry) > 0 for _, entry in current):
+            # An asynchronous lookup asserts that what it pinned is there, holding disk_lock: never remove under it.
+            return Ended(Outcome.MISSING, detail=f"{damage}; a request has it pinned, so its entry stays for now")
+        for part, entry in current:
+            remove_from_disk(disk, part, entry)
+        log.warning("%s: chunk %s: %s; taken out of the index", DISK_TIER, parts[0], damage)
+        return Ended(Outcome.MISSING, detail=f"{damage}; taken out of the tier's index")
+
+    def _read_and_put(
+        self,
+        cpu: CpuBackend,
+        disk: DiskBackend,
+        load: Load,
+        key: Key,
+        parts: list[Key],
+        entries: list[DiskEntry],
+        limit: int,
+    ) -> Ended:
+        first = entries[0]
+        if self._engine.metadata.get_num_groups() > 1:
+            # LocalDiskBackend remembers the shape of the first group only (0.4.3, 0.4.4).
+            return Ended(Outcome.UNSUPPORTED, detail="the model has several groups of KV layers")
+        if any(entry.shape != first.shape or entry.dtype != first.dtype for entry in entries):
+            return Ended(Outcome.UNSUPPORTED, detail="its layers differ in shape")
+        size = sum(entry.size for entry in entries)
+        with self._ledger.guard:
+            if not self._ledger.reserve(load, size, limit):
+                return Ended(Outcome.NO_SPACE, detail=f"prefetches may hold {limit:,} bytes of DDR at once")
+        objects = self._allocate(cpu, first, parts)
+        if not objects:
+            return Ended(Outcome.NO_SPACE, detail="DDR is full of chunks that are in use")
+        try:
+            need = first.shape.numel() * first.dtype.itemsize
+            for entry, memory in zip(entries, objects, strict=True):
+                direct = disk.use_odirect and need % disk.os_disk_bs == 0
+                read_exactly(entry.path, memory.byte_array[:need], entry.size, direct=direct)
+                memory.meta.cached_positions = entry.cached_positions
+            with self._ledger.guard:
+                if load.cancelled:
+                    return Ended(Outcome.EVICTED, detail="an evict came while it was read")
+                if not self._put(cpu, parts, objects):
+                    return Ended(Outcome.FAILED, detail="DDR did not take it")
+                self._ledger.hold(key, self, objects, sum(memory.get_physical_size() for memory in objects))
+                self._order.append(key)
+                objects = []
+            return Ended(Outcome.LOADED, size=need * len(parts))
+        finally:
+            for memory in objects:
+                memory.ref_count_down()
+
+    def _put(self, cpu: CpuBackend, parts: list[Key], objects: list[MemoryObject]) -> bool:
+        """Under the guard: into DDR's index. The allocation's own reference becomes the session's hold.
+
+        Where the engine has put the same chunk there meanwhile, `objects` holds the engine's object afterwards.
+        """
+        cpu.batched_submit_put_task(parts, objects)
+        if all(cpu.hot_cache.get(part) is memory for part, memory in zip(parts, objects, strict=True)):
+            return True
+        with self._locks.hold(CPU_TIER, cpu.cpu_lock):
+            for place, part in enumerate(parts):
+                cached = cpu.hot_cache.get(part)
+                if cached is None:
+                    return False
+                if cached is not objects[place]:
+                    cached.ref_count_up()
+                    objects[place].ref_count_down()
+                    objects[place] = cached
+        return True
+
+    def _allocate(self, cpu: CpuBackend, entry: DiskEntry, parts: list[Key]) -> list[MemoryObject]:
+        """Memory for every part, or nothing. Chunks that nobody uses are pushed out for it; nothing is waited for."""
+        if not self._engine.use_layerwise:
+            memory = cpu.allocate(entry.shape, entry.dtype, entry.fmt, busy_loop=False)
+            return [] if memory is None else [memory]
+        # Not LMCache's own eviction here: for one layer it frees all, referenced or not, and fails if one is missing.
+        while True:
+            found = cpu.batched_allocate(
+                entry.shape, entry.dtype, len(parts), entry.fmt, eviction=False, busy_loop=False
+            )
+            if found is not None:
+                return found
+            with self._locks.hold(CPU_TIER, cpu.cpu_lock):
+                if not _push_out_one_chunk(cpu, len(parts)):
+                    return []
+
+
+def _push_out_one_chunk(cpu: CpuBackend, layers: int) -> bool:
+    """Under cpu_lock: all layers of the policy's next victim, unless one of them is in use."""
+    victims = cpu.cache_policy.get_evict_candidates(cpu.hot_cache, num_candidates=1)
+    if not victims:
+        return False
+    parts = [part for part in victims[0].split_layers(layers) if part in cpu.hot_cache]
+    metas = [cpu.hot_cache[part].meta for part in parts]
+    if any(meta.pin_count > 0 or meta.ref_count > 1 for meta in metas):
+        forget(cpu.cache_policy, victims[0])
+        cpu.cache_policy.update_on_put(victims[0])  # LFU has taken it out of its books already
+        return False
+    remove_from_cpu(cpu, parts)
+    return True
+
+
+def read_exactly(path: str, buffer: memoryview, most: int, *, direct: bool = False) -> None:
+    """Fill the buffer from the start of a file that holds at least that many bytes and at most `most`.
+
+    Raises FileNotFoundError; Damaged for a file of another size or one that ends early; Changed when the file was
+    written to meanwhile (LMCache rewrites files in place).
+    """
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | (os.O_DIRECT if direct else 0))
+    try:
+        before = os.fstat(file)
+        if not len(buffer) <= before.st_size <= most:
+            raise Damaged(f"its file has {before.st_size:,} bytes instead of {len(buffer):,} to {most:,}")
+        done = 0
+        while done < len(buffer):
+            got = os.preadv(file, [buffer[done:]], done)
+            if got == 0:
+                raise Damaged(f"its file ended after {done:,} of {len(buffer):,} bytes")
+            done += got
+        after = os.fstat(file)
+        if (after.st_mtime_ns, after.st_size) != (before.st_mtime_ns, before.st_size):
+            raise Changed
+    finally:
+        os.close(file)
