@@ -1,0 +1,305 @@
+"""Clients for one namespace: how to reach the server, how long to wait, and what its errors mean."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+from urllib.parse import parse_qsl, unquote, urlencode, urlsplit, urlunsplit
+
+import redis
+from redis.backoff import NoBackoff
+from redis.cluster import ClusterNode, RedisCluster
+from redis.retry import Retry
+from redis.sentinel import Sentinel
+
+from kvbus.errors import BusFull, BusRefused, BusUnavailable, ConfigError
+from kvbus.settings import Settings, redact_url
+from kvbus.streams.keys import Keys
+
+Client = Any
+"""redis.Redis or redis.RedisCluster: the two share no base class. Replies are bytes, RESP2."""
+
+Argument = str | bytes | int
+
+_UNAVAILABLE = (
+    redis.ConnectionError,
+    redis.TimeoutError,
+    redis.exceptions.BusyLoadingError,
+    redis.exceptions.ReadOnlyError,
+    redis.exceptions.TryAgainError,
+    redis.exceptions.ClusterError,
+    redis.exceptions.ClusterDownError,
+    redis.exceptions.MasterDownError,
+    redis.exceptions.AskError,
+    redis.exceptions.MovedError,
+    redis.exceptions.RedisClusterException,
+    OSError,
+)
+# These arrive as plain ResponseError, and pass by themselves.
+_PASSING = ("UNBLOCKED", "NOREPLICAS", "MASTERDOWN", "LOADING", "CLUSTERDOWN", "TRYAGAIN", "BUSY ")
+
+
+@contextlib.contextmanager
+def bus_errors(what: str) -> Iterator[None]:
+    """Turn whatever redis-py raises into a BusError that says what failed."""
+    try:
+        yield
+    except (redis.AuthenticationError, redis.exceptions.NoPermissionError) as error:
+        raise BusRefused(f"{what}: {error}", hint="Check the user, its password and its ACL on the server.") from error
+    except _UNAVAILABLE as error:
+        raise BusUnavailable(f"{what}: {type(error).__name__}: {error}") from error
+    except redis.exceptions.OutOfMemoryError as error:
+        raise BusFull(f"{what}: {error}") from error
+    except redis.RedisError as error:
+        text = str(error)
+        if text.startswith(_PASSING):
+            raise BusUnavailable(f"{what}: {text}") from error
+        if text.startswith("OOM") or "OOM command not allowed" in text:
+            raise BusFull(f"{what}: {text}") from error
+        raise BusRefused(f"{what}: {text}") from error
+
+
+def connect(settings: Settings, *, client_name: str, reply_timeout_s: float) -> Client:
+    """A client that never retries by itself: every loop of ours knows better what a lost reply means.
+
+    Does not open a connection yet. Raises ConfigError for a URL that cannot be used.
+    """
+    url = settings.redis_url
+    scheme = urlsplit(url).scheme
+    options: dict[str, Any] = {
+        "socket_timeout": reply_timeout_s,
+        "socket_connect_timeout": settings.connect_timeout_ms / 1000,
+        "protocol": 2,  # the reply shape of XREAD differs between 2 and 3
+        "decode_responses": False,
+        "client_name": client_name,
+    }
+    plain = {**options, "retry": Retry(NoBackoff(), 0), "retry_on_timeout": False}
+    try:
+        if scheme in ("redis", "rediss", "unix"):
+            keepalive = {} if scheme == "unix" else {"socket_keepalive": True}
+            return redis.Redis.from_url(url, **plain, **keepalive)
+        if scheme in ("redis+cluster", "rediss+cluster"):
+            return _cluster(url, {**options, "socket_keepalive": True})
+        if scheme in ("redis+sentinel", "rediss+sentinel"):
+            return _sentinel(url, {**plain, "socket_keepalive": True})
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"redis_url {redact_url(url)}: {error}") from None
+    except redis.RedisError as error:  # the cluster client connects at once
+        raise BusUnavailable(f"connect to {redact_url(url)}: {type(error).__name__}: {error}") from error
+    raise ConfigError(
+        f"redis_url {redact_url(url)}: scheme {scheme!r} is not known",
+        hint="Use redis://, rediss://, unix://, redis+sentinel:// or redis+cluster:// (rediss+... with TLS).",
+    )
+
+
+def _addresses(netloc: str) -> tuple[dict[str, Any], list[tuple[str, int]]]:
+    """Credentials and host, port pairs of `user:password@h1:p1,h2:p2`."""
+    credentials: dict[str, Any] = {}
+    user_part, _, hosts = netloc.rpartition("@")
+    if user_part:
+        user, _, password = user_part.partition(":")
+        credentials = {"username": unquote(user) or None, "password": unquote(password) or None}
+    pairs = []
+    for item in hosts.split(","):
+        host, _, port = item.rpartition(":")
+        if not host or not port.isdigit():
+            raise ValueError(f"{item!r} is not host:port")
+        pairs.append((host.strip("[]"), int(port)))
+    return credentials, pairs
+
+
+def _query_options(query: str) -> dict[str, Any]:
+    """TLS and other redis-py options given in the URL's query, as redis-py itself parses them."""
+    pool = redis.ConnectionPool.from_url(urlunsplit(("rediss", "localhost", "", query, "")))
+    given = {name for name, _ in parse_qsl(query)}
+    return {name: value for name, value in pool.connection_kwargs.items() if name in given}
+
+
+def _cluster(url: str, options: dict[str, Any]) -> Client:
+    parts = urlsplit(url)
+    credentials, pairs = _addresses(parts.netloc)
+    nodes = [ClusterNode(host, port) for host, port in pairs]  # type: ignore[no-untyped-call]
+    if parts.scheme.startswith("rediss"):
+        options["ssl"] = True
+    options |= credentials | _query_options(parts.query)
+    # One retry, to follow a slot that has moved; a second lost reply is the caller's to judge.
+    return RedisCluster(startup_nodes=nodes, retry=Retry(NoBackoff(), 1), **options)
+
+
+def _sentinel(url: str, options: dict[str, Any]) -> Client:
+    parts = urlsplit(url)
+    credentials, pairs = _addresses(parts.netloc)
+    path = [part for part in parts.path.split("/") if part]
+    if not path:
+        raise ValueError("the path must name the master, as in redis+sentinel://host:26379/mymaster/0")
+    tls = {"ssl": True} if parts.scheme.startswith("rediss") else {}
+    query = dict(parse_qsl(parts.query))
+    sentinel_password = query.pop("sentinel_password", None)
+    more = {**tls, **_query_options(urlencode(query))}
+    sentinel_options = {name: options[name] for name in ("socket_timeout", "socket_connect_timeout")} | more
+    if sentinel_password:
+        sentinel_options["password"] = sentinel_password
+    options |= credentials | more
+    sentinel = Sentinel(pairs, sentinel_kwargs=sentinel_options, **options)  # type: ignore[no-untyped-call]
+    return sentinel.master_for(path[0], db=int(path[1]) if len(path) > 1 else 0)  # type: ignore[no-untyped-call]
+
+
+class Script:
+    """A Lua script, run by its digest.
+
+    allow_oom: it writes only to what is bounded anyway, so it may run when maxmemory is reached: results and
+    checkpoints go on while new commands are refused.
+    """
+
+    def __init__(self, source: str, *, allow_oom: bool = False) -> None:
+        self._sources = [f"#!lua flags=allow-oom\n{source}", source] if allow_oom else [source]
+        self._digests = [hashlib.sha1(text.encode()).hexdigest() for text in self._sources]
+        self._form = 0
+
+    def queue(self, pipe: Client, keys: Sequence[str], args: Sequence[Argument]) -> None:
+        """Add the call to a pipeline. The script must have run once before on this server, see `load`."""
+        pipe.evalsha(self._digests[self._form], len(keys), *keys, *args)
+
+    def run(self, client: Client, keys: Sequence[str], args: Sequence[Argument]) -> Any:
+        """Raises what redis-py raises."""
+        try:
+            return client.evalsha(self._digests[self._form], len(keys), *keys, *args)
+        except redis.exceptions.NoScriptError:
+            return self._eval(client, keys, args)
+
+    def _eval(self, client: Client, keys: Sequence[str], args: Sequence[Argument]) -> Any:
+        try:
+            return client.eval(self._sources[self._form], len(keys), *keys, *args)
+        except redis.ResponseError as error:
+            # fakeredis' Lua does not know the first line with the flags
+            if self._form + 1 < len(self._sources) and "unexpected symbol near '#'" in str(error):
+                self._form += 1
+                return self._eval(client, keys, args)
+            raise
+
+
+class ServerClock:
+    """The server's time, carried on with this process's monotonic clock: a wrong wall clock does no harm."""
+
+    def __init__(self) -> None:
+        self._offset_ms: float | None = None
+        self._set_at = 0.0
+
+    @property
+    def known(self) -> bool:
+        return self._offset_ms is not None
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since the offset was last measured."""
+        return time.monotonic() - self._set_at if self.known else float("inf")
+
+    def set(self, server_ms: int, sent_at: float, received_at: float) -> None:
+        """server_ms: the server's answer; sent_at, received_at: time.monotonic() around the call."""
+        self._offset_ms = server_ms - (sent_at + received_at) / 2 * 1000
+        self._set_at = received_at
+
+    def now_ms(self) -> int:
+        """Milliseconds since 1970 by the server's clock; by this machine's until the server was first asked."""
+        if self._offset_ms is None:
+            return int(time.time() * 1000)
+        return int(time.monotonic() * 1000 + self._offset_ms)
+
+
+class Bus:
+    """One process's way to one namespace. Safe for threads; after a fork the child gets its own connections.
+
+    `client` is for calls that answer at once. A loop that blocks makes a client of its own with `blocking_client`.
+    """
+
+    def __init__(self, settings: Settings, *, client_name: str = "kvbus", client: Client | None = None) -> None:
+        self.settings = settings
+        self.keys = Keys(settings.namespace)
+        self.clock = ServerClock()
+        self._name = client_name
+        self._given = client
+        self._client: Client | None = client
+        self._lock = threading.Lock()
+        self._made: list[Client] = []
+
+    @property
+    def client(self) -> Client:
+        """The shared client for short calls. Raises BusUnavailable if a cluster cannot be reached."""
+        with self._lock:
+            if self._client is None:
+                self._client = self._connect("", self.settings.reply_timeout_ms / 1000)
+            return self._client
+
+    def blocking_client(self) -> Client:
+        """A client of its own for one loop of XREAD BLOCK: its replies may take block_ms longer."""
+        if self._given is not None:
+            return self._given
+        timeout = (self.settings.block_ms + self.settings.reply_timeout_ms) / 1000
+        with self._lock:
+            return self._connect("-read", timeout)
+
+    def _connect(self, suffix: str, timeout_s: float) -> Client:
+        client = connect(self.settings, client_name=self._name + suffix, reply_timeout_s=timeout_s)
+        self._made.append(client)
+        return client
+
+    def server_time_ms(self) -> int:
+        """Ask the server for its time and set the clock by it. Raises BusError."""
+        sent = time.monotonic()
+        with bus_errors("TIME"):
+            seconds, micros = self.client.time()
+        self.clock.set(seconds * 1000 + micros // 1000, sent, time.monotonic())
+        return self.clock.now_ms()
+
+    def now_ms(self, *, max_age_s: float = 60.0) -> int:
+        """Server time, asking again when the last answer is older than max_age_s. Raises BusError."""
+        return self.clock.now_ms() if self.clock.age_s < max_age_s else self.server_time_ms()
+
+    def check_role(self, client: Client) -> None:
+        """Raise BusUnavailable when the connection has ended up on a replica; the next use connects anew.
+
+        A read on a replica or on a master that was left behind is not refused, it is just empty.
+        """
+        if isinstance(client, RedisCluster):
+            return  # the cluster client follows the slot map by itself
+        try:
+            with bus_errors("ROLE"):
+                role = client.role()
+        except BusRefused:
+            return  # a user without this right, or a server that has no roles
+        kind = role[0] if isinstance(role, list | tuple) else role
+        if kind not in (b"master", "master"):
+            client.connection_pool.disconnect()
+            raise BusUnavailable(f"{redact_url(self.settings.redis_url)} has become a {_text(kind)}")
+        pool = client.connection_pool
+        if hasattr(pool, "sentinel_manager"):
+            with bus_errors("ask Sentinel for the master"):
+                known = pool.sentinel_manager.discover_master(pool.service_name)
+            if pool.master_address is not None and tuple(known) != tuple(pool.master_address):
+                pool.disconnect()
+                raise BusUnavailable(f"the master moved from {pool.master_address} to {known}")
+
+    def discard(self, client: Client) -> None:
+        """Close a client that `blocking_client` made."""
+        if client is self._given:
+            return
+        with self._lock:
+            self._made = [made for made in self._made if made is not client]
+        with contextlib.suppress(redis.RedisError, OSError):
+            client.close()
+
+    def close(self) -> None:
+        """Close all connections. The Bus can be used again afterwards: it connects anew."""
+        with self._lock:
+            made, self._made, self._client = self._made, [], self._given
+        for client in made:
+            with contextlib.suppress(redis.RedisError, OSError):
+                client.close()
+
+
+def _text(value: Any) -> str:
+    return value.decode() if isinstance(value, bytes) else str(value)
