@@ -330,8 +330,12 @@ def _alive(pid: int) -> bool:
     except ProcessLookupError:
         return False
     except PermissionError:
-        pass
-    return True
+        return True
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return True  # no /proc here, or it has just ended
+    return state not in "ZX"  # ended, and only waiting for its parent to notice
 
 
 def _free_port() -> int:
