@@ -8,7 +8,7 @@ READY := $(VENV)/.ready
 E2E_VENV := .venv-e2e
 E2E_BIN := $(E2E_VENV)/bin
 E2E_READY := $(E2E_VENV)/.ready
-PIP_FLAGS := --quiet --disable-pip-version-check
+PIP_FLAGS := -qq --disable-pip-version-check
 TORCH := torch==2.13.0
 LMCACHE := lmcache==0.4.3
 PYTEST_FLAGS ?=

@@ -8,7 +8,7 @@ import re
 import socket
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
-from urllib.parse import urlsplit, urlunsplit
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -168,12 +168,15 @@ def redact_url(url: str) -> str:
     except ValueError:
         return "***"
     netloc = parts.netloc
+    if "@" in url and "@" not in netloc:
+        return "***"  # not a URL we know, such as one without its scheme: it may hold a password anywhere
     if "@" in netloc:
         user, _, host = netloc.rpartition("@")
         name = user.partition(":")[0]
         netloc = f"{name}:***@{host}" if ":" in user else f"{user}@{host}"
     query = re.sub(r"((?:^|&)[^=&]*passw[^=&]*=)[^&]*", r"\1***", parts.query)
-    return urlunsplit((parts.scheme, netloc, parts.path, query, parts.fragment))
+    start = f"{parts.scheme}://" if "://" in url else ""  # urlunsplit would make unix:///path into unix:/path
+    return start + netloc + parts.path + (f"?{query}" if query else "") + (f"#{parts.fragment}" if parts.fragment else "")
 
 
 def default_instance() -> str:

@@ -88,8 +88,10 @@ def entry_fields(type_name: str, body: bytes, *, message_id: str, origin: str | 
 
 
 def encode_json_entry(message: Message, *, message_id: str | None = None) -> Fields:
-    """The form for people and simple clients: `json` in place of `body`, the id optional."""
+    """The form for people and simple clients: `json` in place of `body`, the id optional. Raises ProtocolError."""
+    encode_body(message)  # for its checks
     text = msgspec.json.encode(to_plain(message))
+    _check_size("json", text)
     fields = {b"v": _VERSION, b"type": message.TYPE.encode(), b"json": text}
     if message_id is not None:
         fields[b"id"] = message_id.encode()
@@ -158,7 +160,7 @@ def from_plain(type_name: str, plain: Mapping[str, Any]) -> Message:
     except ProtocolError:
         raise
     except msgspec.ValidationError as error:
-        raise InvalidMessage(f"{type_name}: {error}") from None
+        raise _not_valid(type_name, error) from None
     except (ValueError, TypeError, OverflowError, RecursionError, MemoryError) as error:
         raise UndecodableEntry(f"{type_name}: {type(error).__name__}: {error}") from None
 
@@ -168,6 +170,9 @@ def parse_json_object(text: bytes | str) -> dict[str, Any]:
     try:
         decoded = text.decode("utf-8") if isinstance(text, bytes) else text
         value = json.loads(decoded, object_pairs_hook=_unique, parse_constant=_no_constant)
+        if "\\u" in decoded:
+            # Half a surrogate pair is a text that nobody could write out again, say in a result that quotes it.
+            json.dumps(value, ensure_ascii=False).encode("utf-8")
     except ProtocolError:
         raise
     except (ValueError, RecursionError, MemoryError) as error:
@@ -184,11 +189,18 @@ def _decode_body(type_bytes: bytes, body: bytes) -> Message:
     except ProtocolError:
         raise
     except msgspec.ValidationError as error:
-        raise InvalidMessage(f"{type_bytes.decode()}: {error}") from None
+        raise _not_valid(type_bytes.decode(), error) from None
     # Hostile bytes can end a decoder by recursion or memory, too; all of it is one kind of refusal.
     except (msgspec.MsgspecError, ValueError, TypeError, OverflowError, RecursionError, MemoryError) as error:
         raise UndecodableEntry(f"{type_bytes.decode()}: {type(error).__name__}: {error}"[:300]) from None
     return message
+
+
+def _not_valid(type_name: str, error: msgspec.ValidationError) -> ProtocolError:
+    text = str(error)
+    # Only this tells msgspec's length limits from its other checks.
+    kind = OverLimit if " of length <= " in text else InvalidMessage
+    return kind(f"{type_name}: {text}")
 
 
 def _check_size(name: str, value: bytes) -> None:
