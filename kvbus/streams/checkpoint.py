@@ -94,8 +94,8 @@ redis.call('PEXPIRE', worker, keep_ms)
 local known = redis.call('HEXISTS', workers, name)
 local text = string.gsub(ARGV[8], '"epoch":0', '"epoch":' .. string.format('%d', epoch), 1)
 redis.call('HSET', workers, name, text)
-return {'OK', created and 1 or 0, known, string.format('%d', epoch), string.format('%d', now), was[1], was[2], was[3], was[4],
-  was[5], was[6], was[7]}
+return {'OK', created and 1 or 0, known, string.format('%d', epoch), string.format('%d', now), was[1], was[2], was[3],
+  was[4], was[5], was[6], was[7]}
 """,
     allow_oom=True,
 )
@@ -176,7 +176,8 @@ _attempts_decoder = msgspec.json.Decoder(dict[str, int])
 def register(bus: Bus, name: str, owner: str, *, start: Position, registration: bytes) -> Checkpoint | Taken:
     """Take the name unless a living process has it. `start` counts only where there is no checkpoint.
 
-    registration: JSON for the `workers` hash, with `"epoch":0`, which is filled in. Raises BusError. Asking again with the same owner does no harm.
+    registration: JSON for the `workers` hash, with `"epoch":0`, which is filled in. Asking again with the same owner
+    does no harm. Raises BusError.
     """
     keys, settings = bus.keys, bus.settings
     sent = time.monotonic()

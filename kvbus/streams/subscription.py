@@ -14,7 +14,9 @@ from kvbus.streams.position import Gap, GapKind, Position, after_gap, at_end, at
 BATCH = 32
 """Entries a read: bodies may have 1.5 MiB, and large reads by slow readers make the server grow."""
 CHECK_EVERY_S = 1.0
-"""How often a reader compares its place with the server's counters while it reads."""
+"""How often a reader compares its place with the server's counters while entries come."""
+CHECK_IDLE_S = 5.0
+"""The same while none come: a blocked read misses nothing, so this only finds a server that has changed."""
 ROLE_EVERY_S = 5.0
 
 
@@ -44,6 +46,7 @@ class Subscription:
         self._client: Client | None = None
         self._checked_at = float("-inf")
         self._role_at = float("-inf")
+        self._busy = False
 
     @classmethod
     def from_end(cls, bus: Bus, key: str) -> Subscription:
@@ -59,7 +62,8 @@ class Subscription:
     def read(self, *, block_ms: int | None = None, count: int = BATCH) -> Batch:
         """The next entries, waiting up to block_ms (0: not at all; None: the setting). Raises BusError."""
         try:
-            gap = self._check() if time.monotonic() - self._checked_at >= CHECK_EVERY_S else None
+            due = CHECK_EVERY_S if self._busy else CHECK_IDLE_S
+            gap = self._check() if time.monotonic() - self._checked_at >= due else None
             if gap is not None:
                 return Batch([], gap)
             wait = self.bus.settings.block_ms if block_ms is None else block_ms
@@ -82,6 +86,7 @@ class Subscription:
                     self._checked_at = float("-inf")
                     return Batch([])
                 entries.append((entry_id, fields or {}))
+        self._busy = bool(entries)
         if entries:
             newest, fields = entries[-1]
             self.position = Position(newest, message_id(newest, fields), self.position.entries + len(entries))
