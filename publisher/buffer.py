@@ -102,7 +102,7 @@ class Buffer:
             self._closed = True
 
     def forget_in_child(self) -> None:
-        """After a fork: what is here is the parent's, and its lock may be held by a thread that is not in this child."""
+        """After a fork: what is here is the parent's, and its lock may be held by a thread that the child has not."""
         self._lock = threading.Lock()
         self._queue = queue.SimpleQueue()
         self._added = self._added_bytes = self._taken = self._taken_bytes = 0

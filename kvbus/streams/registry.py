@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 
 import msgspec
 
-from kvbus.errors import BusRefused
+from kvbus.errors import BusRefused, Fenced
 from kvbus.protocol.limits import PROTOCOL_VERSION
 from kvbus.streams.checkpoint import KEEP_MS
 from kvbus.streams.connection import Bus, Script, bus_errors
@@ -158,6 +159,65 @@ def register_publisher(bus: Bus, name: str, registration: PublisherRegistration,
             bus.client, [bus.keys.publishers], [name, msgspec.json.encode(registration), least_epoch]
         )
     return int(answer[0])
+
+
+_BEAT_PUBLISHER = Script(
+    """
+local t = redis.call('TIME')
+local now = string.format('%d', t[1] * 1000 + math.floor(t[2] / 1000))
+local holder = redis.call('GET', KEYS[1])
+if holder and holder ~= ARGV[2] then return {'TAKEN', now, holder} end
+if ARGV[5] ~= '' then
+  local old = redis.call('HGET', KEYS[2], ARGV[1])
+  if old then
+    local ok, was = pcall(cjson.decode, old)
+    local epoch = ok and type(was) == 'table' and tonumber(was.epoch)
+    if epoch and epoch > tonumber(ARGV[4]) then return {'SUPERSEDED', now, string.format('%d', epoch)} end
+  end
+  redis.call('HSET', KEYS[2], ARGV[1], ARGV[5])
+end
+if ARGV[3] == '0' then redis.call('DEL', KEYS[1]) else redis.call('SET', KEYS[1], ARGV[2], 'PX', ARGV[3]) end
+return {'OK', now}
+""",
+    allow_oom=True,
+)
+
+
+def beat_publisher(
+    bus: Bus, name: str, owner: str, registration: PublisherRegistration | None, *, last: bool = False
+) -> None:
+    """Renew a publisher's heartbeat, its registration and this process's clock; one round trip.
+
+    owner: the token of this process's life. registration: None only takes the name, before there is an epoch.
+    last: give the name back. Raises Fenced, with nothing written, while another living process has the name or when
+    a later one has registered; BusError.
+    """
+    epoch, encoded = (registration.epoch, msgspec.json.encode(registration)) if registration else (0, b"")
+    sent = time.monotonic()
+    with bus_errors(f"heartbeat of publisher {name}"):
+        answer = _BEAT_PUBLISHER.run(
+            bus.client,
+            [bus.keys.live(name), bus.keys.publishers],
+            [name, owner, 0 if last else bus.settings.live_ms, epoch, encoded],
+        )
+    bus.clock.set(int(answer[1]), sent, time.monotonic())
+    if answer[0] == b"TAKEN":
+        raise Fenced(
+            f"publisher name {name!r} belongs to another living process",
+            hint="Give every publisher its own instance; after a crash the name is free once its heartbeat lapses.",
+        )
+    if answer[0] == b"SUPERSEDED":
+        raise Fenced(f"publisher {name!r}: epoch {answer[2].decode()} was registered after this process's {epoch}")
+
+
+def registered_epoch(bus: Bus, name: str) -> int:
+    """The epoch last registered under a publisher's name; 0 for none, or an unreadable one. Raises BusError."""
+    with bus_errors(f"read publisher {name}"):
+        raw: bytes | None = bus.client.hget(bus.keys.publishers, name)
+    try:
+        return msgspec.json.decode(raw, type=PublisherRegistration).epoch if raw is not None else 0
+    except msgspec.MsgspecError:
+        return 0
 
 
 def read_publishers(bus: Bus) -> dict[str, PublisherRegistration]:

@@ -1,0 +1,104 @@
+"""What the drain thread asks of the server, and how kvbus.streams does it."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from kvbus.protocol.codec import Fields
+from kvbus.settings import Settings
+from kvbus.streams.connection import Bus
+from kvbus.streams.log import Log
+from kvbus.streams.registry import (
+    PublisherRegistration,
+    beat_publisher,
+    register_publisher,
+    registered_epoch,
+    write_stats,
+)
+
+
+class EventBus(Protocol):
+    """The drain's port. All calls but `close` come from one thread, answer within the settings' timeouts, and raise
+    BusError; after BusUnavailable a write may or may not have been applied."""
+
+    def claim(self) -> None:
+        """Take the name for this process. Raises Fenced while another living process has it."""
+
+    def registered_epoch(self) -> int:
+        """The epoch last registered under the name, 0 for none."""
+
+    def register(self, least_epoch: int, next_seq: int) -> int:
+        """Register with an epoch above all earlier ones, at least least_epoch; returns it."""
+
+    def beat(self, epoch: int, next_seq: int) -> None:
+        """Renew claim and registration. Raises Fenced when another process has taken the name."""
+
+    def append(self, entries: Sequence[Fields]) -> None:
+        """All of them, in order, or none."""
+
+    def write_stats(self, counters: Mapping[str, int | float]) -> None: ...
+
+    def retire(self, epoch: int, next_seq: int) -> None:
+        """Leave a last registration and give the name back."""
+
+    def now_ms(self) -> int:
+        """Server time, as far as it is known; asks nobody."""
+
+    def close(self) -> None:
+        """From any thread: a call that waits for the server ends with BusUnavailable."""
+
+
+class StreamsBus:
+    """EventBus on a Redis or Valkey server."""
+
+    def __init__(
+        self, settings: Settings, name: str, instance: str, model: str = "", hash_fingerprint: str = ""
+    ) -> None:
+        self._name = name
+        self._instance = instance
+        self._owner = os.urandom(16).hex()
+        self._bus = Bus(settings, client_name="kvbus-publisher")
+        self._log = Log(self._bus)
+        self._model = model
+        self._hash_fingerprint = hash_fingerprint
+
+    def _registration(self, epoch: int, next_seq: int) -> PublisherRegistration:
+        return PublisherRegistration(
+            epoch=epoch,
+            instance=self._instance,
+            next_seq=next_seq,
+            model=self._model,
+            hash_fingerprint=self._hash_fingerprint,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+        )
+
+    def claim(self) -> None:
+        beat_publisher(self._bus, self._name, self._owner, None)
+
+    def registered_epoch(self) -> int:
+        return registered_epoch(self._bus, self._name)
+
+    def register(self, least_epoch: int, next_seq: int) -> int:
+        return register_publisher(self._bus, self._name, self._registration(0, next_seq), least_epoch=least_epoch)
+
+    def beat(self, epoch: int, next_seq: int) -> None:
+        beat_publisher(self._bus, self._name, self._owner, self._registration(epoch, next_seq))
+
+    def append(self, entries: Sequence[Fields]) -> None:
+        self._log.append_batch(self._bus.keys.events, entries)
+
+    def write_stats(self, counters: Mapping[str, int | float]) -> None:
+        write_stats(self._bus, self._name, counters)
+
+    def retire(self, epoch: int, next_seq: int) -> None:
+        beat_publisher(self._bus, self._name, self._owner, self._registration(epoch, next_seq), last=True)
+
+    def now_ms(self) -> int:
+        return self._bus.clock.now_ms()
+
+    def close(self) -> None:
+        self._bus.close()
