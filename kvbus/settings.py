@@ -174,9 +174,11 @@ def redact_url(url: str) -> str:
         user, _, host = netloc.rpartition("@")
         name = user.partition(":")[0]
         netloc = f"{name}:***@{host}" if ":" in user else f"{user}@{host}"
-    query = re.sub(r"((?:^|&)[^=&]*passw[^=&]*=)[^&]*", r"\1***", parts.query)
+    query = re.sub(r"((?:^|&)[^=&]*passw[^=&]*=)[^&]*", r"\1***", parts.query, flags=re.IGNORECASE)
     start = f"{parts.scheme}://" if "://" in url else ""  # urlunsplit would make unix:///path into unix:/path
-    return start + netloc + parts.path + (f"?{query}" if query else "") + (f"#{parts.fragment}" if parts.fragment else "")
+    return (
+        start + netloc + parts.path + (f"?{query}" if query else "") + (f"#{parts.fragment}" if parts.fragment else "")
+    )
 
 
 def default_instance() -> str:

@@ -8,10 +8,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from tests.servers import KINDS, RealServer, Server, make_server
 
 MakeServer = Callable[..., Server]
+
+# No time limit for one example: a busy machine is not a fault of the code.
+settings.register_profile("kvbus", deadline=None, print_blob=True)
+settings.load_profile("kvbus")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -112,8 +112,8 @@ _HASH_FIELDS = frozenset(
 
 def _plain(value: Any, field: str) -> Any:
     if isinstance(value, dict):
-        # The context is the caller's own data: nothing in it is a hash of ours.
-        return {k: v if k == "context" else _plain(v, k) for k, v in value.items()}
+        # The context (a map) is the caller's own data: nothing in it is a hash of ours.
+        return {k: v if k == "context" and isinstance(v, dict) else _plain(v, k) for k, v in value.items()}
     if isinstance(value, list | tuple):
         if field in _HASH_FIELDS:
             return [item.hex() if isinstance(item, bytes) else f"{item:x}" for item in value]
