@@ -148,6 +148,9 @@ class CpuEngine:
         """Stop the engine's threads and give its pool back; the files stay. Calling it twice is harmless."""
         if LMCacheEngineBuilder.get(self.config.instance_id) is self.engine:
             LMCacheEngineBuilder.destroy(self.config.instance_id)
+            manager = self.engine.storage_manager
+            if manager is not None and not manager.loop.is_running():
+                manager.loop.close()  # LMCache stops its loop and leaves its sockets open
 
     def empty_kv(self, tokens: int) -> torch.Tensor:
         """Zeros of the shape that `store` takes: [kv, layers, tokens, heads x head size]."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from concurrent.futures import TimeoutError as FutureTimeout
 
 from kvbus.protocol.hashes import ChunkHash
@@ -40,10 +40,10 @@ _GRAVEST = (Outcome.TIER_STUCK, Outcome.FAILED, Outcome.IN_USE, Outcome.BUSY, Ou
 class _Chunk:
     """One chunk's way through an evict."""
 
-    __slots__ = ("details", "kept", "key", "parts", "pinned_on_disk", "tiers")
+    __slots__ = ("details", "ident", "kept", "parts", "pinned_on_disk", "tiers")
 
-    def __init__(self, key: Key, parts: list[Key]) -> None:
-        self.key = key
+    def __init__(self, ident: Hashable, parts: list[Key]) -> None:
+        self.ident = ident
         self.parts = parts
         self.tiers = 0
         self.kept: list[Outcome] = []
@@ -77,7 +77,9 @@ class Evictor:
         tiers = self._tiers
         if tiers.refusal:
             return [ChunkOutcome(chunk, Outcome.UNSUPPORTED, detail=tiers.refusal) for chunk in chunks]
-        work = [_Chunk(key, self._keys.parts(key)) for key in self._keys.of(chunks)]
+        keys = self._keys
+        named = zip(chunks, keys.of(chunks), strict=True)
+        work = [_Chunk(keys.ident(chunk), keys.parts(key)) for chunk, key in named]
         cpu = tiers.cpu if self._wants(CPU_TIER) else None
         disk = tiers.disk if self._wants(DISK_TIER) else None
         for end in range(len(work), 0, -GROUP):
@@ -106,7 +108,7 @@ class Evictor:
                         if any(index[part].meta.pin_count > 0 for part in found):
                             item.keep(Outcome.IN_USE, f"pinned in {CPU_TIER}")
                             continue
-                        freed += self._ledger.evict(item.key)
+                        freed += self._ledger.evict(item.ident)
                         if found:
                             remove_from_cpu(cpu, found)
                             item.tiers += 1

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
-from worker_plugin.lmcache_access import DiskEntry, Key, MemoryObject
+from worker_plugin.lmcache_access import DiskEntry, MemoryObject
 
 
 class Load:
@@ -38,14 +38,14 @@ class Ledger:
 
     def __init__(self) -> None:
         self.guard = threading.Lock()
-        self._loads: dict[Key, list[Load]] = {}
-        self._holds: dict[Key, list[Hold]] = {}
+        self._loads: dict[Hashable, list[Load]] = {}
+        self._holds: dict[Hashable, list[Hold]] = {}
         self._pins: dict[int, int] = {}
         self.held_bytes = 0
 
-    def begin(self, key: Key) -> Load:
+    def begin(self, ident: Hashable) -> Load:
         load = Load()
-        self._loads.setdefault(key, []).append(load)
+        self._loads.setdefault(ident, []).append(load)
         return load
 
     def reserve(self, load: Load, size: int, limit: int) -> bool:
@@ -56,40 +56,40 @@ class Ledger:
         load.reserved += size
         return True
 
-    def end(self, key: Key, load: Load) -> None:
-        loads = self._loads[key]
+    def end(self, ident: Hashable, load: Load) -> None:
+        loads = self._loads[ident]
         loads.remove(load)
         if not loads:
-            del self._loads[key]
+            del self._loads[ident]
         self.held_bytes -= load.reserved
         load.reserved = 0
 
-    def hold(self, key: Key, owner: object, objects: Sequence[MemoryObject], size: int) -> None:
+    def hold(self, ident: Hashable, owner: object, objects: Sequence[MemoryObject], size: int) -> None:
         """Keep references that the caller has taken already."""
-        self._holds.setdefault(key, []).append(Hold(owner, objects, size))
+        self._holds.setdefault(ident, []).append(Hold(owner, objects, size))
         self.held_bytes += size
 
-    def holds(self, key: Key, owner: object) -> bool:
-        return any(hold.owner is owner for hold in self._holds.get(key, ()))
+    def holds(self, ident: Hashable, owner: object) -> bool:
+        return any(hold.owner is owner for hold in self._holds.get(ident, ()))
 
-    def release(self, owner: object, keys: Sequence[Key]) -> list[MemoryObject]:
+    def release(self, owner: object, idents: Sequence[Hashable]) -> list[MemoryObject]:
         """End an owner's holds; the caller gives the returned references back."""
         objects: list[MemoryObject] = []
-        for key in keys:
-            holds = self._holds.get(key, [])
+        for ident in idents:
+            holds = self._holds.get(ident, [])
             objects += self._drop([hold for hold in holds if hold.owner is owner])
             left = [hold for hold in holds if hold.owner is not owner]
             if left:
-                self._holds[key] = left
+                self._holds[ident] = left
             else:
-                self._holds.pop(key, None)
+                self._holds.pop(ident, None)
         return objects
 
-    def evict(self, key: Key) -> list[MemoryObject]:
+    def evict(self, ident: Hashable) -> list[MemoryObject]:
         """The chunk leaves DDR: cancel its loads, end its holds; the caller gives the returned references back."""
-        for load in self._loads.get(key, ()):
+        for load in self._loads.get(ident, ()):
             load.cancelled = True
-        return self._drop(self._holds.pop(key, []))
+        return self._drop(self._holds.pop(ident, []))
 
     def _drop(self, holds: Sequence[Hold]) -> list[MemoryObject]:
         self.held_bytes -= sum(hold.size for hold in holds)

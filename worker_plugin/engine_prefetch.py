@@ -7,9 +7,10 @@ load takes it gives back.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Hashable
 from types import TracebackType
 from typing import NamedTuple, Self
 
@@ -21,7 +22,7 @@ from worker_plugin.engine_tiers import (
     TierLocks,
     Tiers,
     TierStuck,
-    being_written,
+    any_written,
     forget,
     remove_from_cpu,
     remove_from_disk,
@@ -76,7 +77,7 @@ class Session:
         self._keys = Keys(engine, tags)
         self._sources = sources
         self._max_share = max_share
-        self._order: list[Key] = []
+        self._order: dict[Hashable, list[Key]] = {}
 
     def __enter__(self) -> Self:
         return self
@@ -89,16 +90,16 @@ class Session:
     def close(self) -> None:
         """Give all held references back, and leave the first chunks as the last ones that LRU would push out."""
         with self._ledger.guard:
-            objects = self._ledger.release(self, self._order)
-            order, self._order = self._order, []
+            order, self._order = self._order, {}
+            objects = self._ledger.release(self, list(order))
             cpu = Tiers(self._engine).cpu
             try:
                 if cpu is None:
                     return
                 # Under cpu_lock: LMCache's layerwise victim search believes that a chunk's layers are free together.
                 with self._locks.hold(CPU_TIER, cpu.cpu_lock):
-                    for key in reversed(order):
-                        for part in reversed(self._keys.parts(key)):
+                    for parts in reversed(order.values()):
+                        for part in reversed(parts):
                             touch(cpu.cache_policy, part, cpu.hot_cache)
                     while objects:
                         objects.pop().ref_count_down()
@@ -126,36 +127,35 @@ class Session:
             return Ended(Outcome.UNSUPPORTED, detail=tiers.refusal or "there is no DDR tier")
         if not cpu.use_hot:
             return Ended(Outcome.UNSUPPORTED, detail="DDR is off as a tier (local_cpu, or set_hot_cache)")
-        (key,) = self._keys.of([chunk])
-        parts = self._keys.parts(key)
+        ident = self._keys.ident(chunk)
+        parts = self._keys.parts(self._keys.of([chunk])[0])
         limit = int(pool_of(cpu).address_manager.get_heap_size() * self._max_share)
         with self._ledger.guard:
-            if self._take_resident(cpu, key, parts, limit):
+            if self._take_resident(cpu, ident, parts, limit):
                 return Ended(Outcome.RESIDENT)
-            load = self._ledger.begin(key)
+            load = self._ledger.begin(ident)
         try:
             if disk is None or (self._sources is not None and DISK_TIER not in self._sources):
                 return self._elsewhere(tiers)
             if tiers.disk_bypassed:
                 return Ended(Outcome.UNSUPPORTED, detail=f"{DISK_TIER} is bypassed: its health check failed")
-            return self._from_disk(tiers, cpu, disk, load, key, parts, limit)
+            return self._from_disk(tiers, cpu, disk, load, ident, parts, limit)
         finally:
             with self._ledger.guard:
-                self._ledger.end(key, load)
+                self._ledger.end(ident, load)
 
-    def _take_resident(self, cpu: CpuBackend, key: Key, parts: Sequence[Key], limit: int) -> bool:
+    def _take_resident(self, cpu: CpuBackend, ident: Hashable, parts: list[Key], limit: int) -> bool:
         """Under the guard: where DDR has the chunk, hold it for the session. Beyond the share it is left unheld."""
         with self._locks.hold(CPU_TIER, cpu.cpu_lock):
             objects = [memory for part in parts if (memory := cpu.hot_cache.get(part)) is not None]
             if len(objects) < len(parts):
                 return False
             size = sum(memory.get_physical_size() for memory in objects)
-            if not self._ledger.holds(key, self):
-                if self._ledger.held_bytes + size <= limit:
-                    for memory in objects:
-                        memory.ref_count_up()
-                    self._ledger.hold(key, self, objects, size)
-                self._order.append(key)
+            if not self._ledger.holds(ident, self) and self._ledger.held_bytes + size <= limit:
+                for memory in objects:
+                    memory.ref_count_up()
+                self._ledger.hold(ident, self, objects, size)
+            self._order.setdefault(ident, parts)
             return True
 
     def _elsewhere(self, tiers: Tiers) -> Ended:
@@ -166,10 +166,17 @@ class Session:
         return Ended(Outcome.MISSING)
 
     def _from_disk(
-        self, tiers: Tiers, cpu: CpuBackend, disk: DiskBackend, load: Load, key: Key, parts: list[Key], limit: int
+        self,
+        tiers: Tiers,
+        cpu: CpuBackend,
+        disk: DiskBackend,
+        load: Load,
+        ident: Hashable,
+        parts: list[Key],
+        limit: int,
     ) -> Ended:
         with self._locks.hold(DISK_TIER, disk.disk_lock):
-            if not being_written(disk).isdisjoint(parts):
+            if any_written(disk, parts):
                 return Ended(Outcome.BUSY, detail="its file is being written")
             entries = [entry for part in parts if (entry := disk.dict.get(part)) is not None]
             if len(entries) == len(parts):
@@ -182,7 +189,7 @@ class Session:
         ended = Ended(Outcome.FAILED, detail="the load was broken off")
         damage = ""
         try:
-            ended = self._read_and_put(cpu, disk, load, key, parts, entries, limit)
+            ended = self._read_and_put(cpu, disk, load, ident, parts, entries, limit)
         except FileNotFoundError:
             damage = "its file was gone"
         except Damaged as error:
@@ -218,7 +225,7 @@ class Session:
 
     def _mend(self, disk: DiskBackend, parts: list[Key], entries: list[DiskEntry], damage: str) -> Ended:
         """Under disk_lock: forget a chunk whose data is gone or damaged, all layers of it."""
-        if not being_written(disk).isdisjoint(parts):
+        if any_written(disk, parts):
             return Ended(Outcome.BUSY, detail=f"{damage}; it is being written anew")
         current = [(part, entry) for part in parts if (entry := disk.dict.get(part)) is not None]
         if any(entry is not seen for (_, entry), seen in zip(current, entries, strict=False)):
@@ -236,7 +243,7 @@ class Session:
         cpu: CpuBackend,
         disk: DiskBackend,
         load: Load,
-        key: Key,
+        ident: Hashable,
         parts: list[Key],
         entries: list[DiskEntry],
         limit: int,
@@ -245,7 +252,7 @@ class Session:
         if self._engine.metadata.get_num_groups() > 1:
             # LocalDiskBackend remembers the shape of the first group only (0.4.3, 0.4.4).
             return Ended(Outcome.UNSUPPORTED, detail="the model has several groups of KV layers")
-        if any(entry.shape != first.shape or entry.dtype != first.dtype for entry in entries):
+        if any(entry.shape != first.shape or entry.dtype != first.dtype for entry in entries[1:]):
             return Ended(Outcome.UNSUPPORTED, detail="its layers differ in shape")
         size = sum(entry.size for entry in entries)
         with self._ledger.guard:
@@ -258,15 +265,21 @@ class Session:
             need = first.shape.numel() * first.dtype.itemsize
             for entry, memory in zip(entries, objects, strict=True):
                 direct = disk.use_odirect and need % disk.os_disk_bs == 0
-                read_exactly(entry.path, memory.byte_array[:need], entry.size, direct=direct)
+                buffer = memory.byte_array[:need]
+                try:
+                    read_exactly(entry.path, buffer, entry.size, direct=direct)
+                except OSError as error:
+                    if not direct or error.errno != errno.EINVAL:
+                        raise
+                    read_exactly(entry.path, buffer, entry.size)  # no O_DIRECT here, or the pool is not aligned to it
                 memory.meta.cached_positions = entry.cached_positions
             with self._ledger.guard:
                 if load.cancelled:
                     return Ended(Outcome.EVICTED, detail="an evict came while it was read")
                 if not self._put(cpu, parts, objects):
                     return Ended(Outcome.FAILED, detail="DDR did not take it")
-                self._ledger.hold(key, self, objects, sum(memory.get_physical_size() for memory in objects))
-                self._order.append(key)
+                self._ledger.hold(ident, self, objects, sum(memory.get_physical_size() for memory in objects))
+                self._order.setdefault(ident, parts)
                 objects = []
             return Ended(Outcome.LOADED, size=need * len(parts))
         finally:

@@ -8,8 +8,7 @@ Order: the ledger's guard, then disk_lock or cpu_lock; disk_lock and cpu_lock ar
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 from kvbus.protocol.hashes import ChunkHash
@@ -49,20 +48,30 @@ class TierLocks:
         self._timeout = timeout
         self._stuck: set[str] = set()
 
-    @contextmanager
-    def hold(self, tier: str, lock: Lock) -> Iterator[None]:
-        """Raises TierStuck."""
+    def hold(self, tier: str, lock: Lock) -> _Held:
+        """For `with`: takes the lock at once, gives it back at the end. Raises TierStuck."""
         timeout = STUCK_TIMEOUT if tier in self._stuck else self._timeout
         if not lock.acquire(timeout=timeout):
             if tier not in self._stuck:
                 self._stuck.add(tier)
                 log.error("%s is stuck: its lock could not be had within %g s", tier, timeout)
             raise TierStuck(tier, timeout)
-        try:
-            self._stuck.discard(tier)
-            yield
-        finally:
-            lock.release()
+        self._stuck.discard(tier)
+        return _Held(lock)
+
+
+class _Held:
+    # A generator's contextmanager would cost more than all else that is done under most of these locks.
+    __slots__ = ("_lock",)
+
+    def __init__(self, lock: Lock) -> None:
+        self._lock = lock
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *error: object) -> None:
+        self._lock.release()
 
 
 class Tiers:
@@ -99,7 +108,9 @@ class Keys:
 
     def __init__(self, engine: CacheEngine, tags: Tags) -> None:
         self._engine = engine
+        self._tags = tags
         self._configs = request_configs(tags)
+        self._layers = engine.num_layers if engine.use_layerwise else 0
 
     def of(self, chunks: Sequence[ChunkHash]) -> list[Key]:
         database = self._engine.token_database
@@ -109,7 +120,11 @@ class Keys:
 
     def parts(self, key: Key) -> list[Key]:
         """What the backends hold for the chunk: itself, or one key a layer."""
-        return list(key.split_layers(self._engine.num_layers)) if self._engine.use_layerwise else [key]
+        return list(key.split_layers(self._layers)) if self._layers else [key]
+
+    def ident(self, chunk: ChunkHash) -> Hashable:
+        """The ledger's name for the chunk: LMCache's keys take a microsecond to hash and one to compare."""
+        return (chunk, self._tags) if self._tags else chunk
 
 
 def request_configs(tags: Tags) -> dict[str, str] | None:
@@ -167,6 +182,11 @@ def being_written(disk: DiskBackend) -> set[Key]:
         return set()
     with disk.disk_worker.put_lock:
         return set(disk.disk_worker.put_tasks)
+
+
+def any_written(disk: DiskBackend, parts: Sequence[Key]) -> bool:
+    """Is one of the parts being written? Under disk_lock."""
+    return bool(disk.disk_worker.put_tasks) and not being_written(disk).isdisjoint(parts)
 
 
 def settle_requests(backend: CpuBackend | DiskBackend, index: Any) -> None:
