@@ -1,0 +1,1 @@
+"""Everything that talks to the server: the only place that imports redis."""
