@@ -61,7 +61,7 @@ class KVBusConnector(_Base):  # type: ignore[misc]
         self._kvbus_scheduler: SchedulerSide | None = None
         self._kvbus_worker: WorkerSide | None = None
         if self.role == KVConnectorRole.SCHEDULER:
-            self._kvbus_scheduler = SchedulerSide(self._lmcache_engine, settings, instance, config)
+            self._kvbus_scheduler = SchedulerSide(self._lmcache_engine, settings, instance, config.model_config.model)
         else:
             self._kvbus_worker = WorkerSide(self._lmcache_engine, settings, instance)
 
@@ -131,32 +131,39 @@ class KVBusConnector(_Base):  # type: ignore[misc]
 class SchedulerSide:
     """Hashes from each request's own lookup, and an event for each request that ends. All on the scheduler thread."""
 
-    def __init__(self, impl: Any, settings: Settings, instance: str, vllm_config: Any) -> None:
+    def __init__(self, impl: Any, settings: Settings, instance: str, model: str) -> None:
         self.tap = HashTap(use_blake3=settings.hash_algorithm == "blake3")
         self.counters = Counters()
         self._log = RateLimitedLog(log)
         self._impl = impl
         self._settings = settings
         self._instance = instance
-        self._model: str = vllm_config.model_config.model
+        self._model = model
         self._chunk_size: int = impl.config.chunk_size
         self._skip_last: int = getattr(impl, "skip_last_n_tokens", 0)
         self._fingerprint = ""
-        self._publisher: Publisher | None = None
         try:
             self.tap.follow(impl.lookup_client)
             self._fingerprint = self.tap.fingerprint(self._chunk_size, impl.config.pre_caching_hash_algorithm)
         except Exception as error:  # noqa: BLE001 - never harm the engine that we are a guest in
             self.trouble("hash_tap", "cannot listen to LMCache's lookups: %r; hashes will be made a second time", error)
+        self._publisher: Publisher | None = None
         if settings.publish:
-            self._publisher = Publisher(settings, name=f"{instance}/scheduler", instance=instance)
+            self._publisher = Publisher(
+                settings,
+                name=f"{instance}/scheduler",
+                instance=instance,
+                model=model,
+                hash_fingerprint=self._fingerprint,
+            )
+            for name, value in self.counters.snapshot().items():
+                self._publisher.counters.set(name, value)
+            self.counters = self._publisher.counters  # they are shown with the publisher's own
             self._publisher.start()
 
     def trouble(self, kind: str, message: str, *args: object) -> None:
         """Count and log a fault that was kept from the request."""
         self.counters.add(f"connector_{kind}_faults")
-        if self._publisher is not None:
-            self._publisher.counters.add(f"connector_{kind}_faults")
         self._log.warning(kind, message, *args)
 
     def listen_for(self, request: Any) -> None:
