@@ -283,6 +283,21 @@ class Bus:
                 pool.disconnect()
                 raise BusUnavailable(f"the master moved from {pool.master_address} to {known}")
 
+    def interrupt(self, client: Client) -> None:
+        """End whatever another thread waits for on this client: its call fails at once."""
+        pools = (
+            [
+                node.redis_connection.connection_pool
+                for node in client.nodes_manager.nodes_cache.values()
+                if node.redis_connection
+            ]
+            if isinstance(client, RedisCluster)
+            else [client.connection_pool]
+        )
+        for pool in pools:
+            with contextlib.suppress(redis.RedisError, OSError):
+                pool.disconnect()
+
     def discard(self, client: Client) -> None:
         """Close a client that `blocking_client` made."""
         if client is self._given:

@@ -8,17 +8,24 @@ import msgspec
 
 from kvbus.streams.log import StreamState
 
+UNKNOWN = -1
+
 
 class Position(msgspec.Struct, frozen=True):
     """A reader's place.
 
     cursor: the last entry read, "0-0" before the first. at: that entry's message id, "" when it is not known.
-    entries: how many entries had ever been added when the cursor's was, as the server counts them.
+    entries: how many entries had ever been added when the cursor's was, as the server counts them; UNKNOWN when the
+    reader began in the middle of a stream.
     """
 
     cursor: str = "0-0"
     at: str = ""
     entries: int = 0
+
+    def advance(self, cursor: str, at: str, count: int) -> Position:
+        """The place `count` entries further on."""
+        return Position(cursor, at, self.entries if self.entries == UNKNOWN else self.entries + count)
 
 
 class GapKind(StrEnum):
@@ -70,6 +77,8 @@ def find_gap(position: Position, state: StreamState, at_cursor: str | None) -> G
     deleted = id_key(state.last_deleted_id) >= cursor  # an operator's XDEL may have taken the entry at the cursor
     if at_cursor is None and position.at and state.length and first <= cursor and not deleted:
         return _lost(position, state, f"the entry at {position.cursor} that was read is gone, older ones are not")
+    if position.entries == UNKNOWN:
+        return None
     if cursor == last:
         missed = state.entries_added - position.entries
         if missed > 0:

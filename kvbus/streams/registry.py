@@ -51,6 +51,8 @@ class Reader(msgspec.Struct, frozen=True):
     stream: str
     position: Position
     updated_at_ms: int = 0
+    extra: bytes = b""
+    """What else the reader wants back with its place."""
 
 
 _registration_decoder = msgspec.json.Decoder(Registration)
@@ -258,15 +260,16 @@ def read_stats(bus: Bus, names: list[str]) -> dict[str, dict[str, float]]:
     }
 
 
-def save_reader(bus: Bus, name: str, stream: str, position: Position) -> None:
+def save_reader(bus: Bus, name: str, stream: str, position: Position, *, extra: bytes = b"") -> None:
     """Keep a named reader's place for 7 days after its last use. Raises BusError."""
     key = bus.keys.reader(name)
-    values = {
+    values: dict[str, str | int | bytes] = {
         "stream": stream,
         "cursor": position.cursor,
         "at": position.at,
         "entries": position.entries,
         "updated_at_ms": bus.clock.now_ms(),
+        "extra": extra,
     }
     with bus_errors(f"save reader {name}"):
         pipe = bus.client.pipeline(transaction=True)
@@ -287,6 +290,7 @@ def load_reader(bus: Bus, name: str) -> Reader | None:
             stream=raw.get(b"stream", b"").decode(),
             position=Position(raw[b"cursor"].decode(), raw.get(b"at", b"").decode(), int(raw.get(b"entries", b"0"))),
             updated_at_ms=int(raw.get(b"updated_at_ms", b"0")),
+            extra=raw.get(b"extra", b""),
         )
     except (KeyError, ValueError) as error:
         raise BusRefused(f"reader {name}: its saved place cannot be read: {error!r}") from None

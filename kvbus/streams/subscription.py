@@ -9,7 +9,7 @@ import msgspec
 from kvbus.protocol.codec import Fields
 from kvbus.streams.connection import Bus, Client, bus_errors
 from kvbus.streams.log import Entry, StreamState, parse_state, stream_state
-from kvbus.streams.position import Gap, GapKind, Position, after_gap, at_end, at_start, find_gap, id_key
+from kvbus.streams.position import UNKNOWN, Gap, GapKind, Position, after_gap, at_end, at_start, find_gap, id_key
 
 BATCH = 32
 """Entries a read: bodies may have 1.5 MiB, and large reads by slow readers make the server grow."""
@@ -59,6 +59,11 @@ class Subscription:
         """All that the stream still holds. Raises BusError."""
         return cls(bus, key, at_start(stream_state(bus.client, key)))
 
+    @classmethod
+    def from_id(cls, bus: Bus, key: str, entry_id: str) -> Subscription:
+        """All behind the entry with this id, which need not exist. Raises BusError."""
+        return cls(bus, key, position_at(bus, key, entry_id))
+
     def read(self, *, block_ms: int | None = None, count: int = BATCH) -> Batch:
         """The next entries, waiting up to block_ms (0: not at all; None: the setting). Raises BusError."""
         try:
@@ -89,7 +94,7 @@ class Subscription:
         self._busy = bool(entries)
         if entries:
             newest, fields = entries[-1]
-            self.position = Position(newest, message_id(newest, fields), self.position.entries + len(entries))
+            self.position = self.position.advance(newest, message_id(newest, fields), len(entries))
         return Batch(entries)
 
     def check_now(self) -> None:
@@ -102,6 +107,12 @@ class Subscription:
         self.check_now()
         if client is not None:
             self.bus.discard(client)
+
+    def interrupt(self) -> None:
+        """End a wait from another thread: it fails with BusUnavailable. The connection is not used again."""
+        client = self._client
+        if client is not None:
+            self.bus.interrupt(client)
 
     def _connected(self) -> Client:
         if self._client is None:
@@ -144,6 +155,15 @@ def end_position(bus: Bus, key: str) -> Position:
     with bus_errors(f"XRANGE {key}"):
         found = bus.client.xrange(key, state.last_id, state.last_id, count=1) if state.length else []
     return at_end(state, message_id(state.last_id, found[0][1]) if found else "")
+
+
+def position_at(bus: Bus, key: str, entry_id: str) -> Position:
+    """The place at an entry id that was not reached by reading: what came before it is not counted. Raises BusError."""
+    state, at_cursor = look(bus.client, key, entry_id)
+    if id_key(entry_id) >= id_key(state.last_id):
+        return end_position(bus, key)
+    # How many were added up to here is not known; the counters are taken over at the end of the stream.
+    return Position(entry_id, at_cursor or "", UNKNOWN)
 
 
 def is_new_history(gap: Gap | None) -> bool:

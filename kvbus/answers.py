@@ -1,0 +1,293 @@
+"""The workers' answers to commands: one reader of the results stream serves everyone in the process who waits."""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+
+import msgspec
+
+from kvbus.errors import BusError, ProtocolError, Stopped
+from kvbus.metrics import Counters, RateLimitedLog
+from kvbus.protocol.codec import decode_entry
+from kvbus.protocol.results import CommandResult, Results
+from kvbus.streams.connection import Bus
+from kvbus.streams.issue import Issuer
+from kvbus.streams.registry import Member
+from kvbus.streams.subscription import Subscription
+
+_log = logging.getLogger(__name__)
+
+KEEP_COMMANDS = 10_000
+DEAD_AFTER_S = 2.0
+"""After an outage of the bus all heartbeats have lapsed: only one that stays away this long counts as dead."""
+LIVENESS_EVERY_S = 0.5
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """One worker's answer to one command."""
+
+    worker: str
+    instance: str
+    rank: int
+    epoch: int
+    result: CommandResult
+
+
+class CommandState(msgspec.Struct, frozen=True):
+    """What is known of a command at one moment.
+
+    answers: worker name to its newest answer, final or interim. waiting: alive at the time of the command, and no
+    final answer yet. dead: the same, but no heartbeat any more. absent: registered, but dead before the command;
+    it still owes its result and gives it when it comes back.
+    """
+
+    command_id: str
+    answers: dict[str, Answer] = {}
+    waiting: tuple[str, ...] = ()
+    dead: tuple[str, ...] = ()
+    absent: tuple[str, ...] = ()
+
+    @property
+    def settled(self) -> bool:
+        """Nobody is waited for any more."""
+        return not self.waiting
+
+    @property
+    def complete(self) -> bool:
+        """Every worker that was alive has given its final answer."""
+        return not self.waiting and not self.dead
+
+    @property
+    def finals(self) -> dict[str, Answer]:
+        return {name: answer for name, answer in self.answers.items() if answer.result.status.final}
+
+
+class _Record:
+    """The answers to one command so far, and who wants to know."""
+
+    def __init__(self, command_id: str) -> None:
+        self.command_id = command_id
+        self.answers: dict[str, Answer] = {}
+        self.expected: frozenset[str] = frozenset()
+        self.absent: tuple[str, ...] = ()
+        self.dead: frozenset[str] = frozenset()
+        self.watchers: list[Callable[[CommandState], None]] = []
+
+    def missing(self) -> frozenset[str]:
+        done = {name for name, answer in self.answers.items() if answer.result.status.final}
+        return self.expected - done
+
+    def state(self) -> CommandState:
+        missing = self.missing()
+        return CommandState(
+            command_id=self.command_id,
+            answers=dict(self.answers),
+            waiting=tuple(sorted(missing - self.dead)),
+            dead=tuple(sorted(missing & self.dead)),
+            absent=self.absent,
+        )
+
+
+class Answers:
+    """Follows the results stream in one thread of its own, from the moment it was started.
+
+    A command is expected before it is sent, so that no answer can be missed; answers to commands of others are kept
+    for a while, too.
+    """
+
+    def __init__(self, bus: Bus, issuer: Issuer) -> None:
+        self.bus = bus
+        self.counters = Counters()
+        self._issuer = issuer
+        self._lock = threading.Lock()
+        self._records: OrderedDict[str, _Record] = OrderedDict()
+        self._watched: set[str] = set()
+        self._silent_since: dict[str, float] = {}
+        self._thread: threading.Thread | None = None
+        self._stop = threading.Event()
+        self._limited = RateLimitedLog(_log)
+        self._subscription: Subscription | None = None
+
+    def start(self) -> None:
+        """Fix the place in the results stream and begin to follow it. Raises BusError. Does nothing the second time."""
+        with self._lock:
+            if self._stop.is_set():
+                raise Stopped("this client was closed")
+            if self._thread is not None:
+                return
+            self._subscription = Subscription.from_end(self.bus, self.bus.keys.results)
+            self._thread = threading.Thread(target=self._run, name="kvbus-answers", daemon=True)
+            self._thread.start()
+
+    def close(self) -> None:
+        """Stop following, and wait for the thread."""
+        self._stop.set()
+        thread, subscription = self._thread, self._subscription
+        if subscription is not None:
+            subscription.interrupt()
+        if thread is not None and thread is not threading.current_thread():
+            thread.join((self.bus.settings.block_ms + self.bus.settings.reply_timeout_ms) / 1000 + 1)
+
+    def expect(self, command_id: str) -> None:
+        """Keep this command's answers from now on, before anyone knows who will give them."""
+        with self._lock:
+            self._record(command_id)
+
+    def owed_by(self, command_id: str, members: tuple[Member, ...]) -> None:
+        """Who was registered when the command was written."""
+        now = time.monotonic()
+        with self._lock:
+            record = self._record(command_id)
+            expected, absent = [], []
+            for member in members:
+                if member.alive:
+                    self._silent_since.pop(member.name, None)
+                    expected.append(member.name)
+                elif now - self._silent_since.setdefault(member.name, now) < DEAD_AFTER_S:
+                    expected.append(member.name)
+                else:
+                    absent.append(member.name)
+            record.expected, record.absent = frozenset(expected), tuple(absent)
+            calls = self._calls(record)
+        for callback, state in calls:
+            callback(state)
+
+    def watch(self, command_id: str, callback: Callable[[CommandState], None]) -> Callable[[], None]:
+        """Call back, from the reader's thread, at every answer, and once at once. Returns what ends it.
+
+        The callback must not block. It also learns of workers that died.
+        """
+        with self._lock:
+            record = self._record(command_id)
+            record.watchers.append(callback)
+            self._watched.add(command_id)
+            state = record.state()
+
+        def end() -> None:
+            with self._lock:
+                if callback in record.watchers:
+                    record.watchers.remove(callback)
+                if not record.watchers:
+                    self._watched.discard(command_id)
+
+        callback(state)
+        return end
+
+    def state(self, command_id: str) -> CommandState | None:
+        """What is remembered of a command; None when it is not."""
+        with self._lock:
+            record = self._records.get(command_id)
+            return record.state() if record is not None else None
+
+    def wait(self, command_id: str, timeout_s: float) -> CommandState:
+        """Until nobody is waited for any more, or the time is over."""
+        changed = threading.Event()
+        latest: list[CommandState] = []
+
+        def see(state: CommandState) -> None:
+            latest[:] = [state]
+            if state.settled:
+                changed.set()
+
+        end = self.watch(command_id, see)
+        try:
+            changed.wait(timeout_s)
+        finally:
+            end()
+        return latest[0]
+
+    # -- the reader's thread -----------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        subscription = self._subscription
+        assert subscription is not None
+        liveness_at, backoff = 0.0, 0.05
+        while not self._stop.is_set():
+            try:
+                block = int(LIVENESS_EVERY_S * 1000) if self._watched else self.bus.settings.block_ms
+                batch = subscription.read(block_ms=min(block, self.bus.settings.block_ms), count=256)
+                if batch.gap is not None:
+                    self.counters.add("results_gaps")
+                    self._limited.warning("gap", "results: %s (%s missed)", batch.gap.reason, batch.gap.missed)
+                for entry_id, fields in batch.entries:
+                    try:
+                        message = decode_entry(entry_id, fields).message
+                    except ProtocolError as error:
+                        self.counters.add("results_undecodable")
+                        self._limited.warning("undecodable", "results entry %s: %s", entry_id, error)
+                        continue
+                    if isinstance(message, Results):
+                        self._take(message)
+                if self._watched and time.monotonic() - liveness_at >= LIVENESS_EVERY_S:
+                    self._look_for_dead()
+                    liveness_at = time.monotonic()
+                backoff = 0.05
+            except BusError as error:
+                if self._stop.is_set():
+                    break
+                self.counters.add("bus_errors")
+                self._limited.warning("bus", "results cannot be read, trying again: %s", error)
+                self._silent_since.clear()  # what is not heard during an outage says nothing of the workers
+                self._stop.wait(backoff * random.uniform(0.5, 1.0))
+                backoff = min(backoff * 2, 1.0)
+        subscription.disconnect()
+
+    def _take(self, message: Results) -> None:
+        calls: list[tuple[Callable[[CommandState], None], CommandState]] = []
+        with self._lock:
+            for result in message.results:
+                record = self._record(result.command_id)
+                before = record.answers.get(message.worker)
+                if before is not None and before.result.status.final and not result.status.final:
+                    continue
+                record.answers[message.worker] = Answer(
+                    message.worker, message.instance, message.rank, message.epoch, result
+                )
+                calls += self._calls(record)
+        for callback, state in calls:
+            callback(state)
+
+    def _look_for_dead(self) -> None:
+        with self._lock:
+            waiting = {name for command_id in self._watched for name in self._records[command_id].missing()}
+        if not waiting:
+            return
+        now = time.monotonic()
+        for name, alive in self._issuer.alive(sorted(waiting)).items():
+            if alive:
+                self._silent_since.pop(name, None)
+            else:
+                self._silent_since.setdefault(name, now)
+        dead = frozenset(name for name in waiting if now - self._silent_since.get(name, now) >= DEAD_AFTER_S)
+        calls: list[tuple[Callable[[CommandState], None], CommandState]] = []
+        with self._lock:
+            for command_id in self._watched:
+                record = self._records[command_id]
+                if record.dead != dead & record.expected:
+                    record.dead = dead & record.expected
+                    calls += self._calls(record)
+        for callback, state in calls:
+            callback(state)
+
+    def _calls(self, record: _Record) -> list[tuple[Callable[[CommandState], None], CommandState]]:
+        if not record.watchers:
+            return []
+        state = record.state()
+        return [(callback, state) for callback in record.watchers]
+
+    def _record(self, command_id: str) -> _Record:
+        record = self._records.get(command_id)
+        if record is None:
+            record = self._records[command_id] = _Record(command_id)
+            if len(self._records) > KEEP_COMMANDS:
+                # the oldest that nobody watches
+                for old in self._records:
+                    if old not in self._watched:
+                        del self._records[old]
+                        break
+        return record

@@ -1,0 +1,201 @@
+"""Reading the events stream: resumable, without repeats, and with the holes told."""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Literal
+
+import msgspec
+
+from kvbus.errors import BusError, ProtocolError
+from kvbus.metrics import Counters, RateLimitedLog
+from kvbus.protocol.codec import EVENT_TYPES, decode_entry
+from kvbus.protocol.events import Event, RequestFinished
+from kvbus.streams.connection import Bus
+from kvbus.streams.position import Gap, Position
+from kvbus.streams.registry import load_reader, save_reader
+from kvbus.streams.subscription import Subscription, message_id
+
+_log = logging.getLogger(__name__)
+
+Start = Literal["start", "end"] | str
+"""Where a reader begins: before the oldest entry, behind the newest, or behind the entry with this id."""
+
+
+class Hole(msgspec.Struct, frozen=True):
+    """Events of one publisher that never reached the stream, or were trimmed from it: first to last, both missing."""
+
+    publisher: str
+    epoch: int
+    first: int
+    last: int
+
+    @property
+    def missed(self) -> int:
+        return self.last - self.first + 1
+
+
+class Place(msgspec.Struct, frozen=True):
+    """How far one publisher's events have been delivered."""
+
+    publisher: str
+    epoch: int
+    next_seq: int
+
+
+class SequenceTracker:
+    """Knows repeats and holes by (publisher, epoch, seq). Pure."""
+
+    def __init__(self, places: tuple[Place, ...] = ()) -> None:
+        self._places = {place.publisher: place for place in places}
+
+    @property
+    def places(self) -> tuple[Place, ...]:
+        return tuple(self._places.values())
+
+    def take(self, event: RequestFinished) -> tuple[bool, Hole | None]:
+        """(deliver it?, the hole before it). The first event ever seen of a publisher tells of no hole."""
+        place = self._places.get(event.publisher)
+        hole = None
+        if place is not None:
+            if (event.epoch, event.seq) < (place.epoch, place.next_seq):
+                return False, None
+            if event.epoch == place.epoch and event.seq > place.next_seq:
+                hole = Hole(event.publisher, event.epoch, place.next_seq, event.seq - 1)
+            elif event.epoch > place.epoch and event.seq > 0:
+                hole = Hole(event.publisher, event.epoch, 0, event.seq - 1)
+        self._places[event.publisher] = Place(event.publisher, event.epoch, event.seq + 1)
+        return True, hole
+
+
+class Delivery(msgspec.Struct, frozen=True):
+    """One event. hole: events of its publisher missing before it. gap: what this reader itself missed before it."""
+
+    entry_id: str
+    event: Event
+    hole: Hole | None = None
+    gap: Gap | None = None
+
+
+class EventStream:
+    """An endless iterator of deliveries; `close`, from any thread, ends it. Rides out an outage of the bus by itself.
+
+    Entries that are not events are counted, logged and passed over. Safe for one reading thread.
+    """
+
+    def __init__(self, bus: Bus, *, reader: str | None, start: Start, block_ms: int | None = None) -> None:
+        self.bus = bus
+        self.reader = reader
+        self.counters = Counters()
+        self._block_ms = block_ms
+        self._stop = threading.Event()
+        self._limited = RateLimitedLog(_log)
+        saved = load_reader(bus, reader) if reader is not None else None
+        key = bus.keys.events
+        if saved is not None:
+            self._subscription = Subscription(bus, key, saved.position)
+            self._tracker = SequenceTracker(_decode_places(saved.extra))
+        else:
+            self._tracker = SequenceTracker()
+            if start == "end":
+                self._subscription = Subscription.from_end(bus, key)
+            elif start == "start":
+                self._subscription = Subscription.from_start(bus, key)
+            else:
+                self._subscription = Subscription.from_id(bus, key, start)
+        self._delivered = self._subscription.position
+        self._pending_gap: Gap | None = None
+
+    @property
+    def position(self) -> Position:
+        """The last event handed out."""
+        return self._delivered
+
+    def __iter__(self) -> Iterator[Delivery]:
+        backoff = 0.05
+        while not self._stop.is_set():
+            try:
+                yield from self.read()
+                backoff = 0.05
+            except BusError as error:
+                if self._stop.is_set():
+                    return
+                self.counters.add("bus_errors")
+                self._limited.warning("bus", "events cannot be read, trying again: %s", error)
+                self._stop.wait(backoff * random.uniform(0.5, 1.0))
+                backoff = min(backoff * 2, 2.0)
+
+    def read(self, *, block_ms: int | None = None, count: int = 32) -> Iterator[Delivery]:
+        """One round: what has come, waiting up to block_ms for it. Raises BusError."""
+        batch_start = self._subscription.position
+        batch = self._subscription.read(block_ms=self._block_ms if block_ms is None else block_ms, count=count)
+        gap = batch.gap
+        if gap is not None:
+            self.counters.add("gaps")
+            self._limited.warning("gap", "events: %s (%s missed)", gap.reason, gap.missed)
+            self._pending_gap = gap
+            return
+        place = batch_start
+        for entry_id, fields in batch.entries:
+            place = place.advance(entry_id, message_id(entry_id, fields), 1)
+            try:
+                envelope = decode_entry(entry_id, fields)
+            except ProtocolError as error:
+                self._pass_over(entry_id, str(error))
+                self._delivered = place
+                continue
+            if envelope.type not in EVENT_TYPES:
+                self._pass_over(entry_id, f"a {envelope.type} is not an event")
+                self._delivered = place
+                continue
+            event: Event = envelope.message  # type: ignore[assignment]
+            hole = None
+            if isinstance(event, RequestFinished):
+                fresh, hole = self._tracker.take(event)
+                if not fresh:
+                    self.counters.add("repeats")
+                    self._delivered = place
+                    continue
+                if hole is not None:
+                    self.counters.add("holes", hole.missed)
+            self.counters.add("events")
+            self._delivered = place
+            told, self._pending_gap = self._pending_gap, None
+            yield Delivery(entry_id, event, hole, told)
+
+    def save(self) -> None:
+        """Keep the place under the reader's name: what was handed out so far is done with. Raises BusError."""
+        assert self.reader is not None, "give the reader a name to save its place"
+        save_reader(
+            self.bus,
+            self.reader,
+            self.bus.keys.events,
+            self._delivered,
+            extra=msgspec.json.encode(self._tracker.places),
+        )
+
+    def close(self) -> None:
+        """End the iteration, from any thread."""
+        self._stop.set()
+        self._subscription.interrupt()
+
+    def _pass_over(self, entry_id: str, reason: str) -> None:
+        self.counters.add("refused")
+        self._limited.warning("refused", "events entry %s passed over: %s", entry_id, reason)
+
+    def __enter__(self) -> EventStream:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+        self._subscription.disconnect()
+
+
+def _decode_places(raw: bytes) -> tuple[Place, ...]:
+    return msgspec.json.decode(raw, type=tuple[Place, ...]) if raw else ()
