@@ -27,7 +27,8 @@ def _lmcache() -> None:
     os.environ.setdefault("LMCACHE_LOG_LEVEL", "ERROR")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what its own dependencies deprecate
-        pytest.importorskip("lmcache.v1.cache_engine", reason="needs the extra `lmcache` and a CPU build of torch")
+        for module in ("cache_engine", "gpu_connector.xpu_connectors"):  # the second is imported late, in a store
+            pytest.importorskip(f"lmcache.v1.{module}", reason="needs the extra `lmcache` and a CPU build of torch")
 
 
 @pytest.fixture
