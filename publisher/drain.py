@@ -62,6 +62,7 @@ class Drain:
         self._attempted_epoch = 0
         self._registered = False
         self._failures = 0
+        self._failures_at_stop: int | None = None
         self._retry_at = 0.0
         self._beat_at = self._stats_at = 0.0
         self._stopping = threading.Event()
@@ -76,6 +77,7 @@ class Drain:
         """Flush, within timeout_s. True if the thread has ended."""
         if not self._thread.ident:
             self._counters.add("events_dropped_at_close", len(self._buffer))
+            self.delivered_all = not len(self._buffer)
             return True
         # What is left after the flush (a last spill, closing files) gets a tenth of the time.
         self._deadline = time.monotonic() + 0.9 * timeout_s
@@ -114,13 +116,16 @@ class Drain:
     def _done(self) -> bool:
         if not self._stopping.is_set():
             return False
+        if self._failures_at_stop is None:
+            self._failures_at_stop = self._failures
+            self._retry_at = 0.0  # a last try at once: the server may be back
         if time.monotonic() >= self._deadline:
             return True
         in_memory = len(self._buffer) + len(self._waiting) + len(self._ready)
         if in_memory:
             return False
         # What is on disk is safe: it is worth the time only while the server takes it.
-        return self._spool is None or self._spool.empty or bool(self._failures)
+        return self._spool is None or self._spool.empty or self._failures > self._failures_at_stop
 
     def _step(self) -> None:
         if self._spool_path is not None and self._spool is None and not self._open_spool():
@@ -209,7 +214,7 @@ class Drain:
                 publisher=self._name,
                 epoch=self._epoch,
                 seq=item.seq,
-                finished_at_ms=self._bus.now_ms() - age_ms,
+                finished_at_ms=max(0, self._bus.now_ms() - age_ms),
             )
         except (ProtocolError, TypeError, ValueError) as error:
             self._counters.add("events_dropped_invalid")
