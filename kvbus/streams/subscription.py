@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import msgspec
+import redis
 
 from kvbus.protocol.codec import Fields
 from kvbus.streams.connection import Bus, Client, bus_errors
@@ -139,14 +141,23 @@ class Subscription:
 def look(client: Client, key: str, cursor: str) -> tuple[StreamState, str | None]:
     """The stream's state, and the message id at the cursor, at one moment. Raises BusError."""
     with bus_errors(f"XINFO STREAM {key}"):
-        pipe = client.pipeline(transaction=True)
-        pipe.xinfo_stream(key)
-        pipe.xrange(key, cursor, cursor, count=1)
-        info, found = pipe.execute(raise_on_error=False)
+        try:
+            info, found = _look(client, key, cursor, together=True)
+        except redis.exceptions.OutOfMemoryError:
+            # At maxmemory Redis 7.0 lets nothing into a MULTI, not even reads; but then nobody appends in between.
+            info, found = _look(client, key, cursor, together=False)
         state = parse_state(info)
         if isinstance(found, Exception):
             raise found
     return state, message_id(found[0][0].decode(), found[0][1]) if found else None
+
+
+def _look(client: Client, key: str, cursor: str, *, together: bool) -> list[Any]:
+    pipe = client.pipeline(transaction=together)
+    pipe.xinfo_stream(key)
+    pipe.xrange(key, cursor, cursor, count=1)
+    answers: list[Any] = pipe.execute(raise_on_error=False)
+    return answers
 
 
 def end_position(bus: Bus, key: str) -> Position:
