@@ -167,9 +167,14 @@ class CpuEngine:
         """The hashes of the tokens' chunks, as this engine makes them."""
         return [found for _, _, found in self.engine.token_database.process_tokens(list(tokens), make_key=False)]
 
-    def store(self, tokens: Sequence[int], kv: torch.Tensor, *, tags: Tags = ()) -> None:
-        """Store a text's KV as a finished prefill would; writing to the SSD goes on in the background."""
-        given = {"kv": kv, "request_configs": _request_configs(tags)}
+    def store(self, tokens: Sequence[int], kv: torch.Tensor, *, skip: int = 0, tags: Tags = ()) -> None:
+        """Store a text's KV as a finished prefill would; writing to the SSD goes on in the background.
+
+        skip: leading tokens, whole chunks, that need no storing because a lookup has found them.
+        """
+        mask = torch.ones(len(tokens), dtype=torch.bool)
+        mask[:skip] = False
+        given = {"kv": kv, "mask": mask, "request_configs": _request_configs(tags)}
         if not self.config.use_layerwise:
             self.engine.store(list(tokens), **given)
             return

@@ -1,4 +1,8 @@
-"""Evict: chunks out of DDR and SSD, what requests have pinned excepted.
+"""Evict: chunks out of DDR and SSD, but for those in use.
+
+A chunk that is pinned in one tier stays in both: a request that has it pinned on the SSD will read it from DDR if a
+prefetch has put it there, and LMCache 0.4.3 does not survive its going away between looking and reading. A chunk whose
+file is being written stays too: it would come back, and a request could read the half-written file in DDR's stead.
 
 The SSD copy goes first and then, in one step under the ledger's guard, the DDR copy, the loads in progress and the
 holds of running prefetches: a load that began before an evict can therefore not bring the chunk back behind it.
@@ -54,6 +58,11 @@ class _Chunk:
         self.kept.append(outcome)
         self.details.append(detail)
 
+    @property
+    def in_use(self) -> bool:
+        """A request has it pinned, or it is being written: it stays in every tier."""
+        return self.pinned_on_disk or (bool(self.kept) and (Outcome.IN_USE in self.kept or Outcome.BUSY in self.kept))
+
     def outcome(self, chunk: ChunkHash) -> ChunkOutcome:
         if self.kept:
             found = next(outcome for outcome in _GRAVEST if outcome in self.kept)
@@ -74,20 +83,19 @@ class Evictor:
         self._tiers = Tiers(engine)
 
     def run(self, chunks: Sequence[ChunkHash]) -> list[ChunkOutcome]:
-        tiers = self._tiers
+        tiers, keys = self._tiers, self._keys
         if tiers.refusal:
             return [ChunkOutcome(chunk, Outcome.UNSUPPORTED, detail=tiers.refusal) for chunk in chunks]
-        keys = self._keys
         named = zip(chunks, keys.of(chunks), strict=True)
         work = [_Chunk(keys.ident(chunk), keys.parts(key)) for chunk, key in named]
-        cpu = tiers.cpu if self._wants(CPU_TIER) else None
-        disk = tiers.disk if self._wants(DISK_TIER) else None
         for end in range(len(work), 0, -GROUP):
             group = work[max(0, end - GROUP) : end][::-1]
-            if disk is not None:
-                self._from_disk(disk, group)
-            if cpu is not None:
-                self._from_cpu(cpu, group)
+            if tiers.cpu is not None and self._wants(DISK_TIER):
+                self._look_at_cpu(tiers.cpu, group)
+            if tiers.disk is not None:
+                self._from_disk(tiers.disk, group)
+            if tiers.cpu is not None and self._wants(CPU_TIER):
+                self._from_cpu(tiers.cpu, group)
         if self._locations is not None and (others := [name for name in tiers.others if name in self._locations]):
             for item in work:
                 item.keep(Outcome.UNSUPPORTED, f"kvbus does not remove from {', '.join(others)}")
@@ -95,6 +103,13 @@ class Evictor:
 
     def _wants(self, tier: str) -> bool:
         return self._locations is None or tier in self._locations
+
+    def _look_at_cpu(self, cpu: CpuBackend, group: Sequence[_Chunk]) -> None:
+        """Without the lock: it only spares a chunk its SSD copy; its DDR copy is looked at again under the lock."""
+        index = cpu.hot_cache
+        for item in group:
+            if any(memory.meta.pin_count > 0 for part in item.parts if (memory := index.get(part)) is not None):
+                item.keep(Outcome.IN_USE, f"pinned in {CPU_TIER}")
 
     def _from_cpu(self, cpu: CpuBackend, group: Sequence[_Chunk]) -> None:
         with self._ledger.guard:
@@ -104,13 +119,15 @@ class Evictor:
                     settle_requests(cpu, cpu.hot_cache)
                     index = cpu.hot_cache
                     for item in group:
-                        found = [part for part in item.parts if part in index]
-                        if any(index[part].meta.pin_count > 0 for part in found):
+                        if item.in_use:
+                            continue
+                        found = [(part, memory) for part in item.parts if (memory := index.get(part)) is not None]
+                        if any(memory.meta.pin_count > 0 for _, memory in found):
                             item.keep(Outcome.IN_USE, f"pinned in {CPU_TIER}")
                             continue
                         freed += self._ledger.evict(item.ident)
                         if found:
-                            remove_from_cpu(cpu, found)
+                            remove_from_cpu(cpu, [part for part, _ in found])
                             item.tiers += 1
             except TierStuck as stuck:
                 for item in group:
@@ -120,20 +137,22 @@ class Evictor:
                     memory.ref_count_down()
 
     def _from_disk(self, disk: DiskBackend, group: Sequence[_Chunk]) -> None:
+        """Find out what is pinned on the SSD or being written; remove the rest where that is asked for."""
         try:
             self._remove_files(disk, group)
             pinned = [item for item in group if item.pinned_on_disk]
             if pinned and self._drop_stale_pins(disk, pinned):
                 self._remove_files(disk, pinned)
         except TierStuck as stuck:
-            for item in group:
-                item.keep(Outcome.TIER_STUCK, str(stuck))
-            return
+            if self._wants(DISK_TIER):
+                for item in group:
+                    item.keep(Outcome.TIER_STUCK, str(stuck))
         for item in group:
             if item.pinned_on_disk:
                 item.keep(Outcome.IN_USE, f"pinned in {DISK_TIER}")
 
     def _remove_files(self, disk: DiskBackend, group: Sequence[_Chunk]) -> None:
+        wanted, bypassed = self._wants(DISK_TIER), self._tiers.disk_bypassed
         with self._locks.hold(DISK_TIER, disk.disk_lock):
             settle_requests(disk, disk.dict)
             writing = being_written(disk)
@@ -142,15 +161,13 @@ class Evictor:
                 item.pinned_on_disk = False
                 if writing and not writing.isdisjoint(item.parts):
                     item.keep(Outcome.BUSY, "its file is being written")
-                    continue
                 found = [(part, entry) for part in item.parts if (entry := index.get(part)) is not None]
-                if not found:
-                    continue
-                if self._tiers.disk_bypassed:
-                    item.keep(Outcome.UNSUPPORTED, f"{DISK_TIER} is bypassed: its health check failed")
-                elif any(entry.pin_count > 0 and self._ledger.foreign_pins(entry) > 0 for _, entry in found):
+                if any(entry.pin_count > 0 and self._ledger.foreign_pins(entry) > 0 for _, entry in found):
                     item.pinned_on_disk = True
-                else:
+                elif wanted and found and not item.in_use:
+                    if bypassed:
+                        item.keep(Outcome.UNSUPPORTED, f"{DISK_TIER} is bypassed: its health check failed")
+                        continue
                     item.details += filter(None, (remove_from_disk(disk, part, entry) for part, entry in found))
                     item.tiers += 1
 

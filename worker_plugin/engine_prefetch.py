@@ -228,6 +228,8 @@ class Session:
         if any_written(disk, parts):
             return Ended(Outcome.BUSY, detail=f"{damage}; it is being written anew")
         current = [(part, entry) for part in parts if (entry := disk.dict.get(part)) is not None]
+        if not current:
+            return Ended(Outcome.EVICTED, detail="an evict came while it was read")
         if any(entry is not seen for (_, entry), seen in zip(current, entries, strict=False)):
             return Ended(Outcome.BUSY, detail=f"{damage}; it has been written anew")
         if any(self._ledger.foreign_pins(entry) > 0 for _, entry in current):

@@ -18,8 +18,8 @@ Tags = tuple[tuple[str, str], ...]
 class ChunkOutcome(msgspec.Struct, frozen=True):
     """What a verb did with one chunk.
 
-    tiers: how many tiers it was removed from (evict), also where the outcome is not `evicted`: a chunk pinned in DDR
-    and free on the SSD is `in_use` with tiers=1. bytes: KV bytes read into DDR (prefetch). detail: for people.
+    tiers: how many tiers it was removed from (evict); can be 1 where the outcome is not `evicted`, as when one of two
+    tiers is stuck. bytes: KV bytes read into DDR (prefetch). detail: for people.
     """
 
     chunk_hash: ChunkHash
@@ -130,8 +130,8 @@ class Engine(Protocol):
     ) -> list[ChunkOutcome]:
         """Remove chunks from the named tiers (None: DDR and SSD), the last of the list first; answers in list order.
 
-        Outcomes: `evicted`, `missing`, and where a copy had to stay: `in_use` (pinned by a request), `busy` (being
-        written), `unsupported`, `tier_stuck`, `failed`.
+        Outcomes: `evicted`, `missing`, and where a copy had to stay: `in_use` (pinned by a request) and `busy` (being
+        written), both of which leave every copy where it is, `unsupported`, `tier_stuck`, `failed`.
         """
         ...
 

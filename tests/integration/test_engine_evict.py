@@ -70,9 +70,10 @@ def test_chunks_pinned_in_ddr_stay_until_they_are_unpinned(engine: EngineUnderTe
     outcomes = engine.adapter.evict(text.hashes, locations=(CPU_TIER,))
     assert [str(outcome.outcome) for outcome in outcomes] == ["in_use", "in_use", "evicted", "evicted"]
     outcomes = engine.adapter.evict(text.hashes[:2])
-    assert [(str(outcome.outcome), outcome.tiers) for outcome in outcomes] == [("in_use", 1)] * 2
+    assert [(str(outcome.outcome), outcome.tiers) for outcome in outcomes] == [("in_use", 0)] * 2
+    assert engine.tiers(text.hashes[0]) == (CPU_TIER, DISK_TIER)
     engine.lmcache.lookup_unpin("request")
-    assert count(engine.adapter.evict(text.hashes[:2])) == {"evicted": 2}
+    assert {outcome.tiers for outcome in engine.adapter.evict(text.hashes[:2])} == {2}
     engine.adapter.evict(text.hashes)
     engine.assert_clean()
     assert engine.adapter.usage().pool_objects == 0
@@ -84,6 +85,17 @@ def test_chunks_pinned_on_the_ssd_stay_until_they_are_unpinned(engine: EngineUnd
     assert count(engine.adapter.evict(text.hashes)) == {"in_use": 1, "evicted": 2}
     engine.lmcache.lookup_unpin("request")
     assert count(engine.adapter.evict(text.hashes)) == {"evicted": 1, "missing": 2}
+    engine.assert_clean()
+
+
+@pytest.mark.parametrize("locations", [None, (CPU_TIER,), (DISK_TIER,)])
+def test_a_chunk_pinned_on_the_ssd_stays_in_ddr_too(engine: EngineUnderTest, locations: tuple[str, ...] | None) -> None:
+    text = engine.on_disk(1, 2)
+    assert engine.lmcache.lookup(tokens=text.tokens, lookup_id="request", pin=True) == 32
+    assert count(engine.prefetch(text.hashes)) == {"loaded": 2}
+    assert count(engine.adapter.evict(text.hashes, locations=locations)) == {"in_use": 2}
+    assert engine.tiers(text.hashes[0]) == (CPU_TIER, DISK_TIER)
+    engine.lmcache.lookup_unpin("request")
     engine.assert_clean()
 
 
@@ -122,8 +134,9 @@ def test_a_chunk_being_written_is_busy_because_it_would_come_back(engine: Engine
     with writes_held(engine):
         engine.cpu_engine.store(text.tokens, text.kv)
         outcomes = engine.adapter.evict(text.hashes)
-        assert [(str(outcome.outcome), outcome.tiers) for outcome in outcomes] == [("busy", 1)] * 2
-        assert count(engine.prefetch(text.hashes)) == {"busy": 2}
+        assert [(str(outcome.outcome), outcome.tiers) for outcome in outcomes] == [("busy", 0)] * 2
+        assert count(engine.adapter.evict(text.hashes, locations=(CPU_TIER,))) == {"busy": 2}
+        assert count(engine.prefetch(text.hashes)) == {"resident": 2}
     assert count(engine.adapter.evict(text.hashes)) == {"evicted": 2}
     engine.assert_clean()
 
