@@ -51,6 +51,8 @@ class CommandState(msgspec.Struct, frozen=True):
     waiting: tuple[str, ...] = ()
     dead: tuple[str, ...] = ()
     absent: tuple[str, ...] = ()
+    stuck: tuple[str, ...] = ()
+    """Alive, but their engine had not returned from a call for long when the command was written; not waited for."""
 
     @property
     def settled(self) -> bool:
@@ -60,7 +62,7 @@ class CommandState(msgspec.Struct, frozen=True):
     @property
     def complete(self) -> bool:
         """Every worker that was alive has given its final answer."""
-        return not self.waiting and not self.dead
+        return not self.waiting and not self.dead and not self.stuck
 
     @property
     def finals(self) -> dict[str, Answer]:
@@ -75,6 +77,7 @@ class _Record:
         self.answers: dict[str, Answer] = {}
         self.expected: frozenset[str] = frozenset()
         self.absent: tuple[str, ...] = ()
+        self.stuck: frozenset[str] = frozenset()
         self.dead: frozenset[str] = frozenset()
         self.watchers: list[Callable[[CommandState], None]] = []
 
@@ -90,6 +93,7 @@ class _Record:
             waiting=tuple(sorted(missing - self.dead)),
             dead=tuple(sorted(missing & self.dead)),
             absent=self.absent,
+            stuck=tuple(sorted(self.stuck - self.answers.keys())),
         )
 
 
@@ -140,22 +144,29 @@ class Answers:
 
     def owed_by(self, command_id: str, members: tuple[Member, ...]) -> None:
         """Who was registered when the command was written."""
-        now = time.monotonic()
+        silent = self.heard_of(members)
         with self._lock:
             record = self._record(command_id)
-            expected, absent = [], []
-            for member in members:
-                if member.alive:
-                    self._silent_since.pop(member.name, None)
-                    expected.append(member.name)
-                elif now - self._silent_since.setdefault(member.name, now) < DEAD_AFTER_S:
-                    expected.append(member.name)
-                else:
-                    absent.append(member.name)
-            record.expected, record.absent = frozenset(expected), tuple(absent)
+            record.expected = frozenset(member.name for member in members if silent[member.name] < DEAD_AFTER_S)
+            record.absent = tuple(member.name for member in members if member.name not in record.expected)
             calls = self._calls(record)
         for callback, state in calls:
             callback(state)
+
+    def heard_of(self, members: tuple[Member, ...]) -> dict[str, float]:
+        """Take note of who is alive. Returns for how many seconds each has been known to be silent."""
+        now = time.monotonic()
+        with self._lock:
+            for member in members:
+                if member.alive:
+                    self._silent_since.pop(member.name, None)
+                else:
+                    self._silent_since.setdefault(member.name, now)
+            return {member.name: now - self._silent_since.get(member.name, now) for member in members}
+
+    def may_return(self, members: tuple[Member, ...]) -> bool:
+        """Whether one of them is alive, or has not been silent for long enough to be called dead."""
+        return any(seconds < DEAD_AFTER_S for seconds in self.heard_of(members).values())
 
     def watch(self, command_id: str, callback: Callable[[CommandState], None]) -> Callable[[], None]:
         """Call back, from the reader's thread, at every answer, and once at once. Returns what ends it.
@@ -257,15 +268,16 @@ class Answers:
             waiting = {name for command_id in self._watched for name in self._records[command_id].missing()}
         if not waiting:
             return
+        alive_now = self._issuer.alive(sorted(waiting))
         now = time.monotonic()
-        for name, alive in self._issuer.alive(sorted(waiting)).items():
-            if alive:
-                self._silent_since.pop(name, None)
-            else:
-                self._silent_since.setdefault(name, now)
-        dead = frozenset(name for name in waiting if now - self._silent_since.get(name, now) >= DEAD_AFTER_S)
         calls: list[tuple[Callable[[CommandState], None], CommandState]] = []
         with self._lock:
+            for name, alive in alive_now.items():
+                if alive:
+                    self._silent_since.pop(name, None)
+                else:
+                    self._silent_since.setdefault(name, now)
+            dead = frozenset(name for name in waiting if now - self._silent_since.get(name, now) >= DEAD_AFTER_S)
             for command_id in self._watched:
                 record = self._records[command_id]
                 if record.dead != dead & record.expected:

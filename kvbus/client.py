@@ -189,11 +189,14 @@ class KVBus:
         command_id: str | None = None,
         origin: str | None = None,
         timeout_s: float = SEND_TIMEOUT_S,
+        need_workers: bool = False,
     ) -> CommandHandle:
         """Put any command on the stream. Raises ProtocolError before anything is written, BusError.
 
         command_id: a command sent again under its old id is not carried out twice. origin: the message that this
         one repeats. timeout_s: how long to try while the bus does not answer; a lost reply does no harm.
+        need_workers: raise NoWorkers, with nothing written, when nobody is alive to carry the command out. After an
+        outage of the bus every heartbeat has lapsed for a second or two: `answers.may_return` knows.
         """
         own_id = command_id or new_message_id()
         deadline = time.monotonic() + timeout_s
@@ -207,7 +210,7 @@ class KVBus:
                     )
                 fields = encode_entry(command, message_id=own_id, origin=origin)
                 self.answers.expect(own_id)
-                issued = self._issuer.issue(fields)
+                issued = self._issuer.issue(fields, need_alive=need_workers)
                 break
             except BusUnavailable:
                 if time.monotonic() + backoff > deadline:
@@ -219,7 +222,9 @@ class KVBus:
 
     def workers(self) -> tuple[Member, ...]:
         """Who is registered, and who of them is alive. Raises BusError."""
-        return self._issuer.members()
+        members = self._issuer.members()
+        self.answers.heard_of(members)
+        return members
 
     def events(self, *, reader: str | None = None, start: Start = "end", block_ms: int | None = None) -> EventStream:
         """Finished requests and the workers' own events, one by one.

@@ -18,6 +18,8 @@ KVBusError
 ├── WorkerError
 │   ├── NoWorkers           no_workers        nobody is alive to carry a command out
 │   ├── NotAnswered         not_answered      a worker did not answer in time
+│   ├── Overloaded          overloaded        a worker has too much in hand to take more
+│   ├── EngineFailed        engine_failed     the engine raised, or a chunk could not be read or removed
 │   └── EngineIncompatible  engine_incompatible   this LMCache is not one that kvbus knows how to drive
 └── Stopped                 stopped           used after it was closed
 """
@@ -160,6 +162,20 @@ class NotAnswered(WorkerError):
 
     code = "not_answered"
     default_hint = "`kvbus lag` shows how far the named worker is behind."
+
+
+class Overloaded(WorkerError):
+    """A worker has so much in hand that it takes no more long commands."""
+
+    code = "overloaded"
+    default_hint = "Send fewer and larger prefetches, or wait for the results of earlier ones."
+
+
+class EngineFailed(WorkerError):
+    """The engine raised an error while it carried a command out."""
+
+    code = "engine_failed"
+    default_hint = "Look at the worker's log and at its disk; other commands go on."
 
 
 class EngineIncompatible(WorkerError):

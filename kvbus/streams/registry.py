@@ -34,6 +34,8 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True):
     pid: int = 0
     epoch: int = 0
     started_at_ms: int = 0
+    stuck: bool = False
+    """An engine call has not returned for long: this worker answers nothing until it does."""
 
 
 class Member(msgspec.Struct, frozen=True):
@@ -60,6 +62,12 @@ _registration_decoder = msgspec.json.Decoder(Registration)
 
 def encode_registration(registration: Registration) -> bytes:
     return msgspec.json.encode(registration)
+
+
+def update_registration(bus: Bus, name: str, registration: Registration) -> None:
+    """Change what a living worker tells of itself. Raises BusError."""
+    with bus_errors(f"update the registration of {name}"):
+        bus.client.hset(bus.keys.workers, name, encode_registration(registration))
 
 
 def decode_registration(name: str, raw: bytes) -> Registration:

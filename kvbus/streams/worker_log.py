@@ -171,6 +171,11 @@ class WorkerLog:
         retire(self.bus, self.name, self.owner)
         self.disconnect()
 
+    def interrupt(self) -> None:
+        """End a read that waits in another thread: it raises BusUnavailable."""
+        if self._subscription is not None:
+            self._subscription.interrupt()
+
     def disconnect(self) -> None:
         if self._subscription is not None:
             self._subscription.disconnect()

@@ -1,0 +1,291 @@
+"""Commands to engine verbs: whose they are, in which order, until when, and what is tried again.
+
+Evicts, lookups and pings are short and done at once by the reading thread; prefetches are long and have a thread of
+their own (prefetches.py). So an evict never waits behind a long prefetch.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from functools import partial
+
+from kvbus.errors import EngineFailed, KVBusError, Overloaded
+from kvbus.metrics import Counters
+from kvbus.protocol.commands import DDR, Command, Evict, Lookup, Ping, Prefetch
+from kvbus.protocol.hashes import ChunkHash
+from kvbus.protocol.results import CommandResult, Held, Outcome, Status
+from kvbus.streams.worker_log import Task, WorkerLog
+from worker_plugin.engine_types import ChunkOutcome, Engine
+from worker_plugin.prefetches import Prefetches, PrefetchJob
+from worker_plugin.tally import Tally
+
+_log = logging.getLogger(__name__)
+
+SLICE = 256
+"""Chunks an engine call: between two calls a stop is noticed."""
+MAX_QUEUED_HASHES = 1_000_000
+"""Chunks of waiting prefetches altogether; a hash costs some 100 bytes while it waits."""
+
+
+class _Timed:
+    """A command that is being carried out at once, and since when."""
+
+    def __init__(self, task: Task, command: Evict | Lookup, tally: Tally, deadline_ms: int, at_ms: int) -> None:
+        self.task = task
+        self.command = command
+        self.tally = tally
+        self.deadline_ms = deadline_ms
+        self._at_ms = at_ms
+        self._began = time.monotonic()
+
+    def result(
+        self, status: Status | None = None, error: KVBusError | None = None, held: Held | None = None
+    ) -> CommandResult:
+        return self.tally.result(
+            self.task.envelope.id,
+            self.command,
+            status=status,
+            error=error,
+            held=held,
+            attempt=self.task.attempt,
+            started_at_ms=self._at_ms,
+            duration_us=int((time.monotonic() - self._began) * 1e6),
+        )
+
+
+class _Deferred:
+    """An evict some of whose chunks are held by running requests, or awaited by an earlier prefetch.
+
+    superseded: chunks that a later prefetch wants to stay.
+    """
+
+    def __init__(self, timed: _Timed, command: Evict) -> None:
+        self.timed = timed
+        self.command = command
+        self.superseded: set[ChunkHash] = set()
+
+    def open_places(self) -> list[int]:
+        chunks = self.command.chunk_hashes
+        return [place for place in self.timed.tally.open_places() if chunks[place] not in self.superseded]
+
+
+class Executor:
+    """Carries out one worker's commands. All but `stop` is called by the reading thread.
+
+    retry_ms: between two tries of a chunk in use. long_done: told when a prefetch's result waits to be committed.
+    """
+
+    def __init__(
+        self,
+        log: WorkerLog,
+        engine: Engine,
+        *,
+        retry_ms: int,
+        counters: Counters,
+        long_done: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._worker_log = log
+        self._engine = engine
+        self._clock = log.bus.clock
+        self._retry_s = retry_ms / 1000
+        self._counters = counters
+        self._prefetches = Prefetches(engine, self._clock, done=long_done)
+        self._deferred: list[_Deferred] = []
+        self._retry_at = 0.0
+        self._busy_since: float | None = None
+        self._stopping = False
+
+    def start(self) -> None:
+        self._prefetches.start()
+
+    def stop(self, timeout_s: float) -> bool:
+        """Leave what is not finished in hand. True when the long lane has ended."""
+        self._stopping = True
+        return self._prefetches.stop(timeout_s)
+
+    @property
+    def busy_s(self) -> float:
+        """How long the engine call that is under way has taken, 0 when there is none."""
+        began = [since for since in (self._busy_since, self._prefetches.busy_since) if since is not None]
+        return time.monotonic() - min(began) if began else 0.0
+
+    @property
+    def deferred(self) -> int:
+        return len(self._deferred)
+
+    @property
+    def queued(self) -> int:
+        return self._prefetches.waiting
+
+    def wait_ms(self, longest_ms: int) -> int:
+        """How long the reader may wait for news before `retry` is due."""
+        if not self._deferred:
+            return longest_ms
+        return max(1, min(longest_ms, int((self._retry_at - time.monotonic()) * 1000)))
+
+    def run(self, task: Task) -> None:
+        """Carry a command out, or put it in its lane. Raises nothing for the command's sake."""
+        command: Command = task.envelope.message  # type: ignore[assignment]  # WorkerLog hands out commands only
+        self._counters.add(f"commands_{command.TYPE}")
+        now_ms = self._clock.now_ms()
+        # A time of issue in the future is somebody's wrong clock.
+        issued = now_ms if command.issued_at_ms is None else min(command.issued_at_ms, now_ms)
+        deadline_ms = issued + command.ttl_ms
+        registration = self._worker_log.registration
+        target = command.target
+        if target is not None and not target.matches(
+            model=registration.model, instance=registration.instance, rank=registration.rank
+        ):
+            self._close(task, command, Status.NOT_APPLICABLE)
+        elif now_ms > deadline_ms:
+            self._close(task, command, Status.EXPIRED)
+        elif isinstance(command, Ping):
+            self._close(task, command, Status.DONE)
+        elif not self._engine.info.stores:
+            self._close(task, command, Status.NOT_APPLICABLE)
+        elif isinstance(command, Prefetch):
+            self._queue(task, command, deadline_ms)
+        else:
+            self._at_once(task, command, deadline_ms)
+
+    def settle(self) -> None:
+        """Wait until the long lane is empty: after a crash commands are carried out one at a time."""
+        while not self._stopping and not self._prefetches.wait_idle(0.2):
+            pass
+
+    def retry(self) -> None:
+        """Try deferred chunks again, if it is time."""
+        if not self._deferred or time.monotonic() < self._retry_at:
+            return
+        self._retry_at = time.monotonic() + self._retry_s
+        for evict in list(self._deferred):
+            item = evict.timed
+            places = evict.open_places()
+            if not self._guarded(item, partial(self._evict, evict.command, places, item.tally)):
+                if self._stopping:
+                    return  # it stays in hand
+                self._deferred.remove(evict)  # failed, and answered
+            elif not evict.open_places() or self._clock.now_ms() > item.deadline_ms:
+                self._deferred.remove(evict)
+                self._finish_timed(item)
+
+    # -- lanes -------------------------------------------------------------------------------------------------
+
+    def _queue(self, task: Task, command: Prefetch, deadline_ms: int) -> None:
+        if self._worker_log.full or self._prefetches.hashes + len(command.chunk_hashes) > MAX_QUEUED_HASHES:
+            error = Overloaded(f"{self._prefetches.waiting} prefetches wait already")
+            self._close(task, command, Status.FAILED, error)
+            return
+        self._supersede(command)
+        self._prefetches.submit(PrefetchJob(task, command, deadline_ms, lambda result: self._finish(task, result)))
+
+    def _at_once(self, task: Task, command: Evict | Lookup, deadline_ms: int) -> None:
+        item = _Timed(task, command, Tally(len(command.chunk_hashes)), deadline_ms, self._clock.now_ms())
+        if isinstance(command, Lookup):
+            self._guarded(item, lambda: self._lookup(item, command))
+            return
+        evict = _Deferred(item, command)
+        everything = range(len(command.chunk_hashes))
+        if not self._guarded(item, lambda: self._evict(command, everything, item.tally)):
+            return
+        if item.tally.open_places() and not self._worker_log.full:
+            self._defer(evict)
+        else:
+            self._finish_timed(item)
+
+    def _guarded(self, item: _Timed, verb: Callable[[], bool]) -> bool:
+        """What the verb says; False after an error, which has then been answered."""
+        try:
+            return verb()
+        except Exception as fault:  # noqa: BLE001 - whatever the engine raises is this command's failure, not ours
+            _log.exception("%s %s failed in the engine", item.command.TYPE, item.task.envelope.id)
+            self._finish_timed(item, Status.FAILED, EngineFailed(f"{type(fault).__name__}: {fault}"))
+            return False
+        finally:
+            self._busy_since = None
+
+    def _lookup(self, item: _Timed, command: Lookup) -> bool:
+        self._busy_since = time.monotonic()
+        found = self._engine.lookup(command.chunk_hashes, tags=command.tags)
+        tiers = self._engine.info.tiers[:8]
+        bits = {tier: 1 << bit for bit, tier in enumerate(tiers)}
+        masks = bytes(sum(bits.get(tier, 0) for tier in location.tiers) for location in found)
+        for place, location in enumerate(found):
+            outcome = Outcome.RESIDENT if location.tiers else Outcome.MISSING
+            item.tally.put(place, ChunkOutcome(location.chunk_hash, outcome))
+        self._finish_timed(item, held=Held(tiers, masks))
+        return True
+
+    def _evict(self, command: Evict, places: range | list[int], tally: Tally) -> bool:
+        """Evict the chunks at these places, tail first; False when a stop came in between."""
+        chunks = command.chunk_hashes
+        wanted = {chunks[place] for place in places}
+        awaited: set[ChunkHash] = set()
+        if command.locations is None or DDR in command.locations:
+            self._prefetches.drop(wanted, command.tags)
+        else:
+            # From the SSD alone: a prefetch that came before still needs what it has not read.
+            awaited = self._prefetches.awaits(wanted, command.tags)
+        free = []
+        for place in places:
+            if chunks[place] in awaited:
+                tally.put(place, ChunkOutcome(chunks[place], Outcome.BUSY))
+            else:
+                free.append(place)
+        for end in range(len(free), 0, -SLICE):
+            if self._stopping:
+                return False
+            part = free[max(0, end - SLICE) : end]
+            self._busy_since = time.monotonic()
+            outcomes = self._engine.evict(
+                [chunks[place] for place in part], tags=command.tags, locations=command.locations
+            )
+            for place, outcome in zip(part, outcomes, strict=True):
+                tally.put(place, outcome)
+        self._busy_since = None
+        return True
+
+    def _defer(self, evict: _Deferred) -> None:
+        self._counters.add("deferred")
+        self._worker_log.interim(evict.timed.task.entry_id, evict.timed.result(Status.DEFERRED))
+        if not self._deferred:
+            self._retry_at = time.monotonic() + self._retry_s
+        self._deferred.append(evict)
+
+    def _supersede(self, command: Prefetch) -> None:
+        """A prefetch that comes after a deferred evict keeps the chunks: per chunk the later command holds."""
+        wanted = set(command.chunk_hashes)
+        for item in self._deferred:
+            if item.command.tags == command.tags and (item.command.locations is None or DDR in item.command.locations):
+                item.superseded |= wanted.intersection(item.command.chunk_hashes)
+
+    # -- results -----------------------------------------------------------------------------------------------
+
+    def _finish_timed(
+        self, item: _Timed, status: Status | None = None, error: KVBusError | None = None, held: Held | None = None
+    ) -> None:
+        self._finish(item.task, item.result(status, error, held))
+
+    def _close(self, task: Task, command: Command, status: Status, error: KVBusError | None = None) -> None:
+        """A result for which the engine is not asked."""
+        requested = 0 if isinstance(command, Ping) else len(command.chunk_hashes)
+        result = Tally(requested).result(
+            task.envelope.id,
+            command,
+            status=status,
+            error=error,
+            attempt=task.attempt,
+            started_at_ms=self._clock.now_ms(),
+        )
+        self._finish(task, result)
+
+    def _finish(self, task: Task, result: CommandResult) -> None:
+        self._counters.add(f"results_{result.status}")
+        counts = result.counts
+        for name in counts.__struct_fields__:
+            value = getattr(counts, name)
+            if value:
+                self._counters.add(f"{'kv' if name == 'bytes' else 'chunks'}_{name}", value)
+        self._worker_log.finish(task.entry_id, result)
