@@ -145,7 +145,7 @@ for i = 12, #ARGV, 6 do
       redis.call(unpack(head))
     else
       local answer = redis.pcall(unpack(head))
-      if type(answer) == 'table' and answer.err then failed = failed .. key .. ': ' .. answer.err .. '; ' end
+      if type(answer) == 'table' and answer.err then failed = failed .. key .. ': ' .. tostring(answer.err) .. '; ' end
     end
   end
 end
