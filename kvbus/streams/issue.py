@@ -6,19 +6,27 @@ import threading
 
 import msgspec
 
+from kvbus.errors import NoWorkers
 from kvbus.protocol.codec import Fields
 from kvbus.streams.connection import Bus, Script, bus_errors
 from kvbus.streams.log import Log
 from kvbus.streams.registry import Member, Membership
 
+# With ARGV[2] = 1 nothing is written unless one of the named heartbeats is there.
 _ISSUE = Script(
     """
-local entry = {'XADD', KEYS[1], '*'}
-if ARGV[1] ~= '0' then entry = {'XADD', KEYS[1], 'MAXLEN', '~', ARGV[1], '*'} end
-for i = 2, #ARGV do entry[#entry + 1] = ARGV[i] end
-local id = redis.call(unpack(entry))
-local alive = {}
-for i = 3, #KEYS do alive[i - 2] = redis.call('EXISTS', KEYS[i]) end
+local alive, living = {}, 0
+for i = 3, #KEYS do
+  alive[i - 2] = redis.call('EXISTS', KEYS[i])
+  living = living + alive[i - 2]
+end
+local id = ''
+if ARGV[2] == '0' or living > 0 then
+  local entry = {'XADD', KEYS[1], '*'}
+  if ARGV[1] ~= '0' then entry = {'XADD', KEYS[1], 'MAXLEN', '~', ARGV[1], '*'} end
+  for i = 3, #ARGV do entry[#entry + 1] = ARGV[i] end
+  id = redis.call(unpack(entry))
+end
 return {id, redis.call('HGETALL', KEYS[2]), alive}
 """
 )
@@ -48,11 +56,27 @@ class Issuer:
             self._names = tuple(member.name for member in members)
         return members
 
-    def issue(self, fields: Fields) -> Issued:
-        """Append the command. Raises BusError; after BusUnavailable it may have been written: send the same again."""
+    def issue(self, fields: Fields, *, need_alive: bool = False) -> Issued:
+        """Append the command. Raises BusError; after BusUnavailable it may have been written: send the same again.
+
+        need_alive: raise NoWorkers, with nothing written, when no registered worker's heartbeat is there.
+        """
+        issued = self._issue(fields, need_alive)
+        if not issued.entry_id and any(member.alive for member in issued.members):
+            issued = self._issue(fields, need_alive)  # a worker that this process had not heard of
+        if not issued.entry_id:
+            names = ", ".join(member.name for member in issued.members) or "none"
+            raise NoWorkers(f"no worker is alive in namespace {self._bus.keys.namespace!r} (registered: {names})")
+        return issued
+
+    def alive(self, names: list[str]) -> dict[str, bool]:
+        """Whose heartbeat has not lapsed. Raises BusError."""
+        return self._membership.alive(names)
+
+    def _issue(self, fields: Fields, need_alive: bool) -> Issued:
         keys, names = self._bus.keys, self._names
         size = sum(map(len, fields.values()))
-        args: list[str | bytes | int] = [self._log.maxlen(keys.commands, size)]
+        args: list[str | bytes | int] = [self._log.maxlen(keys.commands, size), int(need_alive)]
         for name, value in fields.items():
             args += [name, value]
         with bus_errors(f"XADD {keys.commands}"):
@@ -62,11 +86,8 @@ class Issuer:
         registered = dict(zip(raw[::2], raw[1::2], strict=True))
         alive = {name: flag == 1 for name, flag in zip(names, flags, strict=True)}
         members = self._membership.members(registered, alive)
-        if len(members) != len(names):
+        found = tuple(member.name for member in members)
+        if found != names:
             with self._lock:
-                self._names = tuple(member.name for member in members)
+                self._names = found
         return Issued(entry_id.decode(), members)
-
-    def alive(self, names: list[str]) -> dict[str, bool]:
-        """Whose heartbeat has not lapsed. Raises BusError."""
-        return self._membership.alive(names)

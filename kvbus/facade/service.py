@@ -1,0 +1,127 @@
+"""The facade's one way to the bus: sends commands, and waits for their answers without a thread or a call each."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from contextlib import suppress
+
+import msgspec
+
+from kvbus.aio import AsyncHandle, AsyncKVBus
+from kvbus.answers import DEAD_AFTER_S, CommandState
+from kvbus.client import KVBus
+from kvbus.errors import BusError, BusUnavailable, NoWorkers, Stopped
+from kvbus.facade import replies
+from kvbus.metrics import Counters, RateLimitedLog
+from kvbus.protocol.commands import Command
+from kvbus.settings import Settings
+from kvbus.streams.connection import Bus
+from kvbus.streams.registry import Member
+
+_log = logging.getLogger(__name__)
+
+AWAY_AFTER_S = 1.8
+"""A command that the bus has not taken by then is refused with 503."""
+SEND_S = 0.8
+CONNECT_MS = 800
+REPLY_MS = 1_000
+ROLL_EVERY_S = 1.0
+THREADS = 32
+
+
+class Facade:
+    """Stateless but for its caches: kill it, start two of it, nothing is lost. Belongs to one event loop."""
+
+    def __init__(self, settings: Settings, bus: Bus | None = None) -> None:
+        self.settings = settings
+        self.client = KVBus(settings, issuer="facade", bus=bus or Bus(_impatient(settings), client_name="kvbus-facade"))
+        self._owns_bus = bus is None
+        self.bus = AsyncKVBus(client=self.client, threads=THREADS)
+        self.counters = Counters()
+        self.members: tuple[Member, ...] = ()
+        """Who was registered when the roll was last called."""
+        self.bus_error: BusError | None = None
+        """Why the last roll could not be called."""
+        self.stopping = asyncio.Event()
+        self._roll: asyncio.Task[None] | None = None
+        self._limited = RateLimitedLog(_log)
+
+    async def start(self) -> None:
+        """Begin to follow the bus; it need not be there yet."""
+        self._roll = asyncio.create_task(self._call_the_roll(), name="kvbus-roll")
+
+    async def stop(self) -> None:
+        """End every wait, then the threads and the connections."""
+        self.stopping.set()
+        if self._roll is not None:
+            self._roll.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._roll
+        await asyncio.get_running_loop().run_in_executor(None, self.client.close)
+        if self._owns_bus:
+            self.client.bus.close()
+        await self.bus.close()
+
+    async def send(self, command: Command) -> AsyncHandle:
+        """Put the command on the stream. Raises NoWorkers, with nothing written, BusError, ProtocolError.
+
+        After an outage of the bus every heartbeat has lapsed: nobody is called dead in the first two seconds.
+        """
+        while True:
+            try:
+                async with asyncio.timeout(AWAY_AFTER_S):
+                    return await self.bus.send(command, timeout_s=SEND_S, need_workers=True)
+            except TimeoutError:
+                raise BusUnavailable(f"the bus did not take the {command.TYPE} within {AWAY_AFTER_S:g} s") from None
+            except NoWorkers:
+                if not self.client.answers.may_return(await self.roll_call()):
+                    raise
+            await asyncio.sleep(0.1)
+
+    async def wait(self, handle: AsyncHandle, seconds: float, *, final: bool = False) -> CommandState:
+        """Until every live worker has answered (final: for good), or the time is over. Raises Stopped."""
+        until = (lambda state: state.settled) if final else replies.answered
+        waiting = asyncio.ensure_future(handle.wait(seconds, until=until))
+        stopping = asyncio.ensure_future(self.stopping.wait())
+        try:
+            await asyncio.wait((waiting, stopping), return_when=asyncio.FIRST_COMPLETED)
+            if not waiting.done():
+                raise Stopped("the facade is stopping; the command is on the bus, ask for it by its command_id")
+            return waiting.result()
+        finally:
+            stopping.cancel()
+            waiting.cancel()
+
+    async def roll_call(self) -> tuple[Member, ...]:
+        """Who is registered, and who of them is alive. Raises BusError."""
+        try:
+            async with asyncio.timeout(AWAY_AFTER_S):
+                return await self.bus.workers()
+        except TimeoutError:
+            raise BusUnavailable(f"the bus did not answer within {AWAY_AFTER_S:g} s") from None
+
+    async def _call_the_roll(self) -> None:
+        """Know who is alive, and since when the others are silent, before a command asks."""
+        while True:
+            try:
+                self.members = await self.roll_call()
+                await self.bus.call(self.client.answers.start)
+                self.bus_error = None
+            except BusError as error:
+                self.bus_error = error
+                self.counters.add("bus_errors")
+                self._limited.warning("bus", "the bus is away: %s", error)
+            await asyncio.sleep(ROLL_EVERY_S)
+
+
+def _impatient(settings: Settings) -> Settings:
+    """A client over HTTP is told within two seconds that the bus is away."""
+    return msgspec.structs.replace(
+        settings,
+        connect_timeout_ms=min(settings.connect_timeout_ms, CONNECT_MS),
+        reply_timeout_ms=min(settings.reply_timeout_ms, REPLY_MS),
+    )
+
+
+assert SEND_S + REPLY_MS / 1000 <= AWAY_AFTER_S + 0.5 <= DEAD_AFTER_S + 0.5
