@@ -110,9 +110,11 @@ class Worker:
         deadline = time.monotonic() + bound
         self._stop.set()
         self._wake.set()
-        self._worker_log.interrupt()
         lanes = self._executor.stop(bound * 0.6)
-        self._reader.join(max(0.1, deadline - time.monotonic()))
+        while self._reader.is_alive() and time.monotonic() < deadline:
+            # Again and again: it may have been about to wait when it was interrupted.
+            self._worker_log.interrupt()
+            self._reader.join(0.05)
         self._keeper.join(max(0.1, deadline - time.monotonic()))
         if self.state is WorkerState.RUNNING and not self._reader.is_alive():
             try:
