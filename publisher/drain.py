@@ -66,6 +66,7 @@ class Drain:
         self._retry_at = 0.0
         self._beat_at = self._stats_at = 0.0
         self._stopping = threading.Event()
+        self._interrupted = False
         self._deadline = float("inf")
         self._thread = threading.Thread(target=self._run, name="kvbus-publisher", daemon=True)
         self.delivered_all = False
@@ -85,6 +86,7 @@ class Drain:
         self._buffer.wake()
         self._thread.join(0.9 * timeout_s)
         if self._thread.is_alive():
+            self._interrupted = True
             self._bus.close()
             self._thread.join(max(0.1 * timeout_s, 0.2))
         return not self._thread.is_alive()
@@ -104,6 +106,8 @@ class Drain:
                 except BusError as error:
                     self._failed(error)
                 except Exception as error:  # noqa: BLE001
+                    if self._interrupted:  # a client whose socket is closed under it may raise anything
+                        break
                     # A guest must not die of a fault of its own and leave the host's events to fill the buffer.
                     _log.exception("the publisher's thread met an error that it does not know")
                     self._failed(error)
@@ -145,6 +149,8 @@ class Drain:
             self._send(self._spool.peek(self._settings.batch_events, MAX_BATCH_BYTES), self._spool)
         else:
             self._fill(self._next_beat_in(), _LINGER_S)
+            if not self._ready:
+                self._recovered()  # nothing to send, and the heartbeat went through
             self._send(self._batch(), None)
 
     # --- sending
@@ -391,7 +397,7 @@ class Drain:
         if left and self._in_flight:  # among those: their reply was lost, so they may have arrived
             self._counters.add("events_in_doubt", len(self._in_flight))
         self.delivered_all = not left and (self._spool is None or self._spool.empty)
-        if self._registered and not self._failures:
+        if self._registered and not self._failures and not self._interrupted:
             try:
                 self._bus.write_stats(self._snapshot())
                 self._bus.retire(self._epoch, self._buffer.next_seq)
