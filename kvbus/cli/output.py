@@ -1,0 +1,129 @@
+"""stdout is data, stderr is notes. On a terminal data are tables and lines, in a pipe JSON lines."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Generic, TypeVar
+
+import msgspec
+from rich.console import Console, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+T = TypeVar("T")
+
+Cell = str | int | float | bool | Text | None
+
+_encoder = msgspec.json.Encoder()
+
+
+class Column(msgspec.Struct, Generic[T], frozen=True):
+    """One column of a table: its title, what it shows of a row, and how."""
+
+    title: str
+    show: Callable[[T], Cell]
+    right: bool = False
+    wrap: bool = False
+
+
+def printable(text: str) -> str:
+    """Text from the bus, fit for a terminal: control characters, which could drive it, are shown escaped."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def styled(text: str, style: str = "") -> Text:
+    """A piece of a line or of a table. Never parsed as markup."""
+    return Text(printable(text), style=style)
+
+
+def plain(data: object) -> Any:
+    """JSON-ready data of a struct."""
+    return msgspec.to_builtins(data, str_keys=True) if isinstance(data, msgspec.Struct) else data
+
+
+class Output:
+    """Where a command's answer goes. as_json: None decides by whether stdout is a terminal."""
+
+    def __init__(self, as_json: bool | None = None) -> None:
+        self.as_json = not sys.stdout.isatty() if as_json is None else as_json
+        self._console: Console | None = None
+        self._notes: Console | None = None
+
+    @property
+    def console(self) -> Console:
+        """stdout, for people."""
+        if self._console is None:
+            self._console = Console(file=sys.stdout, soft_wrap=False, highlight=False, emoji=False)
+        return self._console
+
+    @property
+    def notes(self) -> Console:
+        """stderr, for people."""
+        if self._notes is None:
+            self._notes = Console(file=sys.stderr, highlight=False, emoji=False, soft_wrap=True)
+        return self._notes
+
+    def emit(self, data: object) -> None:
+        """One JSON line, at once: a reader in a pipe must not wait for a buffer to fill."""
+        sys.stdout.write(_encoder.encode(plain(data)).decode() + "\n")
+        sys.stdout.flush()
+
+    def line(self, data: object, text: RenderableType) -> None:
+        """One thing: a JSON line in a pipe, a line of text on a terminal."""
+        if self.as_json:
+            self.emit(data)
+        else:
+            self.console.print(text, soft_wrap=True)
+
+    def table(self, rows: Iterable[T], columns: Sequence[Column[T]], *, empty: str = "") -> None:
+        """All rows: JSON lines in a pipe, a table on a terminal. empty: the note when there are none."""
+        found = list(rows)
+        if self.as_json:
+            for row in found:
+                self.emit(row)
+        elif found:
+            self.console.print(make_table(found, columns))
+        if not found and empty:
+            self.note(empty)
+
+    def note(self, text: str, style: str = "dim") -> None:
+        """Something for the person at the terminal, never for the next program in the pipe."""
+        self.notes.print(styled(text, style))
+
+    def close_quietly(self) -> None:
+        """After the reader of our pipe has gone: nothing more is written, nor complained about at exit."""
+        devnull = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(devnull, sys.stdout.fileno())
+        os.close(devnull)
+
+
+def make_table(rows: Iterable[T], columns: Sequence[Column[T]]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold", show_edge=False)
+    for column in columns:
+        table.add_column(
+            column.title,
+            justify="right" if column.right else "left",
+            no_wrap=not column.wrap,
+            overflow="fold" if column.wrap else "ellipsis",
+        )
+    for row in rows:
+        table.add_row(*(_cell(column.show(row)) for column in columns))
+    return table
+
+
+def _cell(value: Cell) -> Text:
+    if isinstance(value, Text):
+        return value
+    if value is None:
+        return Text("-", style="dim")
+    if isinstance(value, bool):
+        return Text("yes" if value else "no")
+    if isinstance(value, int):
+        return Text(f"{value:,}")
+    if isinstance(value, float):
+        return Text(f"{value:,.1f}")
+    return styled(value)
