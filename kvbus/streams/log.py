@@ -12,6 +12,7 @@ import redis
 
 from kvbus.protocol.codec import Fields
 from kvbus.streams.connection import Bus, Client, bus_errors
+from kvbus.streams.packed import add_packed, can_pack
 
 Entry = tuple[str, Fields]
 """(entry id, fields)"""
@@ -106,10 +107,14 @@ class Log:
             return []
         maxlen = self.maxlen(key, sum(map(_size, batch)))
         with bus_errors(f"XADD {key} x {len(batch)}"):
-            pipe = self.bus.client.pipeline(transaction=True)
-            for fields in batch:
-                pipe.xadd(key, fields, maxlen=maxlen or None, approximate=True)
-            replies = pipe.execute()
+            client = self.bus.client
+            if can_pack(client):
+                replies = add_packed(client, key, batch, maxlen)
+            else:
+                pipe = client.pipeline(transaction=True)
+                for fields in batch:
+                    pipe.xadd(key, fields, maxlen=maxlen or None, approximate=True)
+                replies = pipe.execute()
         return [reply.decode() for reply in replies]
 
     def state(self, key: str, client: Client | None = None) -> StreamState:
@@ -152,12 +157,14 @@ def stream_state(client: Client, key: str) -> StreamState:
             return parse_state(error)
 
 
-def parse_state(info: Mapping[str, Any] | Exception) -> StreamState:
+def parse_state(info: Mapping[str, Any] | list[Any] | Exception) -> StreamState:
     """XINFO STREAM's answer, typed; a stream that does not exist is an empty one."""
     if isinstance(info, Exception):
         if "no such key" in str(info).lower():
             return StreamState()
         raise info
+    if isinstance(info, list):
+        info = {_text(name): value for name, value in pairs(info).items()}
     first = info.get("first-entry")
     return StreamState(
         length=info["length"],
@@ -166,6 +173,11 @@ def parse_state(info: Mapping[str, Any] | Exception) -> StreamState:
         entries_added=info["entries-added"],
         last_deleted_id=_text(info.get("max-deleted-entry-id", "0-0")),
     )
+
+
+def pairs(raw: Mapping[bytes, Any] | list[Any]) -> dict[bytes, Any]:
+    """A map as it is, or from the flat list that redis-py 8.1 leaves of one in a MULTI on a cluster."""
+    return dict(zip(raw[::2], raw[1::2], strict=True)) if isinstance(raw, list) else dict(raw)
 
 
 def _no_memory_usage(error: redis.ResponseError) -> bool:

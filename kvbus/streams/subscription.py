@@ -10,7 +10,7 @@ import redis
 
 from kvbus.protocol.codec import Fields
 from kvbus.streams.connection import Bus, Client, bus_errors
-from kvbus.streams.log import Entry, StreamState, parse_state, stream_state
+from kvbus.streams.log import Entry, StreamState, pairs, parse_state, stream_state
 from kvbus.streams.position import UNKNOWN, Gap, GapKind, Position, after_gap, at_end, at_start, find_gap, id_key
 
 BATCH = 32
@@ -149,7 +149,7 @@ def look(client: Client, key: str, cursor: str) -> tuple[StreamState, str | None
         state = parse_state(info)
         if isinstance(found, Exception):
             raise found
-    return state, message_id(found[0][0].decode(), found[0][1]) if found else None
+    return state, message_id(found[0][0].decode(), pairs(found[0][1])) if found else None
 
 
 def _look(client: Client, key: str, cursor: str, *, together: bool) -> list[Any]:
