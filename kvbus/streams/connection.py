@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import threading
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 from urllib.parse import parse_qsl, unquote, urlencode, urlsplit, urlunsplit
@@ -140,7 +141,7 @@ def _sentinel(url: str, options: dict[str, Any]) -> Client:
     query = dict(parse_qsl(parts.query))
     sentinel_password = query.pop("sentinel_password", None)
     more = {**tls, **_query_options(urlencode(query))}
-    sentinel_options = {name: options[name] for name in ("socket_timeout", "socket_connect_timeout")} | more
+    sentinel_options = {name: options[name] for name in ("socket_timeout", "socket_connect_timeout", "retry")} | more
     if sentinel_password:
         sentinel_options["password"] = sentinel_password
     options |= credentials | more
@@ -158,28 +159,30 @@ class Script:
     def __init__(self, source: str, *, allow_oom: bool = False) -> None:
         self._sources = [f"#!lua flags=allow-oom\n{source}", source] if allow_oom else [source]
         self._digests = [hashlib.sha1(text.encode()).hexdigest() for text in self._sources]
-        self._form = 0
+        # By connection pool: one process may talk to a server that knows the flags, and to fakeredis, which does not.
+        self._without_flags: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def queue(self, pipe: Client, keys: Sequence[str], args: Sequence[Argument]) -> None:
         """Add the call to a pipeline. The script must have run once before on this server, see `load`."""
-        pipe.evalsha(self._digests[self._form], len(keys), *keys, *args)
+        pipe.evalsha(self._digests[self._form(pipe)], len(keys), *keys, *args)
 
     def run(self, client: Client, keys: Sequence[str], args: Sequence[Argument]) -> Any:
         """Raises what redis-py raises."""
+        form = self._form(client)
         try:
-            return client.evalsha(self._digests[self._form], len(keys), *keys, *args)
-        except redis.exceptions.NoScriptError:
-            return self._eval(client, keys, args)
-
-    def _eval(self, client: Client, keys: Sequence[str], args: Sequence[Argument]) -> Any:
-        try:
-            return client.eval(self._sources[self._form], len(keys), *keys, *args)
+            try:
+                return client.evalsha(self._digests[form], len(keys), *keys, *args)
+            except redis.exceptions.NoScriptError:
+                return client.eval(self._sources[form], len(keys), *keys, *args)
         except redis.ResponseError as error:
-            # fakeredis' Lua does not know the first line with the flags
-            if self._form + 1 < len(self._sources) and "unexpected symbol near '#'" in str(error):
-                self._form += 1
-                return self._eval(client, keys, args)
+            # fakeredis' Lua does not know the first line with the flags, and keeps such a script all the same.
+            if form + 1 < len(self._sources) and "unexpected symbol near '#'" in str(error):
+                self._without_flags.add(client.connection_pool)
+                return self.run(client, keys, args)
             raise
+
+    def _form(self, client: Client) -> int:
+        return int(getattr(client, "connection_pool", None) in self._without_flags) if self._without_flags else 0
 
 
 class ServerClock:
@@ -258,6 +261,14 @@ class Bus:
     def now_ms(self, *, max_age_s: float = 60.0) -> int:
         """Server time, asking again when the last answer is older than max_age_s. Raises BusError."""
         return self.clock.now_ms() if self.clock.age_s < max_age_s else self.server_time_ms()
+
+    def server_version(self) -> str:
+        """The server's kind and version, such as "valkey 9.1.2". Raises BusError."""
+        with bus_errors("INFO server"):
+            info = self.client.info("server")
+        if "valkey_version" in info:
+            return f"valkey {info['valkey_version']}"
+        return f"redis {info['redis_version']}"
 
     def check_role(self, client: Client) -> None:
         """Raise BusUnavailable when the connection has ended up on a replica; the next use connects anew.
