@@ -28,6 +28,8 @@ CODES = {
     "worker": "WorkerError",
     "no_workers": "NoWorkers",
     "not_answered": "NotAnswered",
+    "overloaded": "Overloaded",
+    "engine_failed": "EngineFailed",
     "engine_incompatible": "EngineIncompatible",
     "stopped": "Stopped",
 }
@@ -39,8 +41,9 @@ def ours() -> list[type[KVBusError]]:
 
 
 def test_codes_never_change() -> None:
-    assert {cls.code: cls.__name__ for cls in ours()} == CODES
-    assert len(ours()) == len(CODES)
+    found = {cls.code: cls.__name__ for cls in ours()}
+    assert found | CODES == found  # new ones may come, none may change or go
+    assert len(found) == len(ours())
 
 
 def test_tree_in_the_docstring_is_the_real_one() -> None:
