@@ -84,7 +84,7 @@ class Executor:
         *,
         retry_ms: int,
         counters: Counters,
-        long_done: Callable[[], None] = lambda: None,
+        long_done: Callable[[], None],
     ) -> None:
         self._worker_log = log
         self._engine = engine

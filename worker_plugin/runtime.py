@@ -84,7 +84,13 @@ class Worker:
         self._wake = threading.Event()
         self._bus = Bus(settings, client_name=f"kvbus-worker-{self.name}")
         self._worker_log = WorkerLog(self._bus, self.name, registration)
-        self._executor = Executor(self._worker_log, engine, retry_ms=settings.deferred_retry_ms, counters=self.counters)
+        self._executor = Executor(
+            self._worker_log,
+            engine,
+            retry_ms=settings.deferred_retry_ms,
+            counters=self.counters,
+            long_done=self._wake.set,
+        )
         self.engine = engine
         self._on_fenced = on_fenced
         self._opened = threading.Event()
