@@ -14,6 +14,9 @@ class Model(msgspec.Struct, frozen=True, omit_defaults=True):
     """Fields at their default are left out."""
 
 
+CommandStateName = Literal["running", "done", "partial", "failed"]
+
+
 class WorkerAnswer(Model, frozen=True):
     """One worker's answer. chunks: the hashes behind the counts that need a look, at most 1,024 each."""
 
@@ -73,7 +76,7 @@ class CommandReply(Model, frozen=True):
     command_id: str
     entry_id: str
     type: str
-    state: Literal["running", "done", "partial", "failed"]
+    state: CommandStateName
     complete: bool
     num_chunks: int
     workers: dict[str, WorkerAnswer]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from kvbus.answers import Answer, CommandState
-from kvbus.facade.models import Failure, WorkerAnswer
+from kvbus.facade.models import CommandStateName, Failure, WorkerAnswer
 from kvbus.protocol.codec import to_plain
 from kvbus.protocol.commands import Lookup
 from kvbus.protocol.hashes import format_hash
@@ -67,7 +67,7 @@ def workers(
     return {answer.worker: _worker(answer, listed, texts) for answer in by_name}
 
 
-def state_of(answers: Sequence[Answer], owed: bool) -> str:
+def state_of(answers: Sequence[Answer], owed: bool) -> CommandStateName:
     """One word for the whole command. owed: somebody alive has not given its final answer."""
     if owed:
         return "running"
