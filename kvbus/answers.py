@@ -23,6 +23,10 @@ from kvbus.streams.subscription import Subscription
 _log = logging.getLogger(__name__)
 
 KEEP_COMMANDS = 10_000
+KEEP_WEIGHT = 500_000
+"""Hashes named in the answers that are kept, each answer counting as one more: some 40 MB at the most."""
+HOLD_S = 5.0
+"""A command that this process sends is not forgotten before its sender has had the time to watch it."""
 DEAD_AFTER_S = 2.0
 """After an outage of the bus all heartbeats have lapsed: only one that stays away this long counts as dead."""
 LIVENESS_EVERY_S = 0.5
@@ -79,6 +83,8 @@ class _Record:
         self.absent: tuple[str, ...] = ()
         self.stuck: frozenset[str] = frozenset()
         self.dead: frozenset[str] = frozenset()
+        self.weight = 1
+        self.hold_until = 0.0
         self.watchers: list[Callable[[CommandState], None]] = []
 
     def missing(self) -> frozenset[str]:
@@ -110,6 +116,7 @@ class Answers:
         self._issuer = issuer
         self._lock = threading.Lock()
         self._records: OrderedDict[str, _Record] = OrderedDict()
+        self._weight = 0
         self._watched: set[str] = set()
         self._silent_since: dict[str, float] = {}
         self._thread: threading.Thread | None = None
@@ -140,7 +147,7 @@ class Answers:
     def expect(self, command_id: str) -> None:
         """Keep this command's answers from now on, before anyone knows who will give them."""
         with self._lock:
-            self._record(command_id)
+            self._record(command_id).hold_until = time.monotonic() + HOLD_S
 
     def owed_by(self, command_id: str, members: tuple[Member, ...]) -> None:
         """Who was registered when the command was written."""
@@ -259,7 +266,9 @@ class Answers:
                 record.answers[message.worker] = Answer(
                     message.worker, message.instance, message.rank, message.epoch, result
                 )
+                self._weigh(record, _weight(result) - (_weight(before.result) if before is not None else 0))
                 calls += self._calls(record)
+            self._forget_oldest()
         for callback, state in calls:
             callback(state)
 
@@ -296,10 +305,31 @@ class Answers:
         record = self._records.get(command_id)
         if record is None:
             record = self._records[command_id] = _Record(command_id)
-            if len(self._records) > KEEP_COMMANDS:
-                # the oldest that nobody watches
-                for old in self._records:
-                    if old not in self._watched:
-                        del self._records[old]
-                        break
+            self._weight += record.weight
+            self._forget_oldest()
         return record
+
+    def _weigh(self, record: _Record, change: int) -> None:
+        record.weight += change
+        self._weight += change
+
+    def _forget_oldest(self) -> None:
+        """Keep within the bounds, whatever comes in; a command that somebody watches stays."""
+        while len(self._records) > KEEP_COMMANDS or self._weight > KEEP_WEIGHT:
+            now, newest = time.monotonic(), next(reversed(self._records))
+            may_go = (
+                own_id
+                for own_id, record in self._records.items()
+                if own_id not in self._watched and own_id != newest and record.hold_until < now
+            )
+            oldest = next(may_go, None)
+            if oldest is None:
+                return
+            self._weight -= self._records.pop(oldest).weight
+
+
+def _weight(result: CommandResult) -> int:
+    """What an answer costs to keep: the hashes that it names, and an eighth of a lookup's bytes."""
+    lists = result.chunks
+    named = sum(len(getattr(lists, name)) for name in lists.__struct_fields__)
+    return 1 + named + (len(result.held.masks) // 8 if result.held is not None else 0)

@@ -72,7 +72,8 @@ def run(settings: Settings | None = None) -> None:
     print(
         f"kvbus facade on http://{shown}:{port}{chosen.rest_root_path} (docs under /docs)", file=sys.stderr, flush=True
     )
-    disable_created_metrics()  # a second line for every counter, of no use to Prometheus's text format
+    # A second line for every counter, of no use in the text format.
+    disable_created_metrics()  # type: ignore[no-untyped-call]
     with json_logs():
         make_server(app, chosen).run(sockets=[listening])
 
