@@ -185,6 +185,14 @@ class Script:
         return int(getattr(client, "connection_pool", None) in self._without_flags) if self._without_flags else 0
 
 
+def fake_client() -> Client:
+    """A client of a server in memory, of its own. Raises ImportError without fakeredis[lua]."""
+    import fakeredis
+    import lupa  # noqa: F401 - fakeredis tells too late that it cannot run scripts
+
+    return fakeredis.FakeRedis(server=fakeredis.FakeServer(), version=(7, 0), protocol=2)
+
+
 class ServerClock:
     """The server's time, carried on with this process's monotonic clock: a wrong wall clock does no harm."""
 
@@ -295,7 +303,12 @@ class Bus:
                 raise BusUnavailable(f"the master moved from {pool.master_address} to {known}")
 
     def interrupt(self, client: Client) -> None:
-        """End whatever another thread waits for on this client: its call fails at once."""
+        """End whatever another thread waits for on this client: its call fails at once.
+
+        A client that this Bus was given is left alone, for others may use it: there a wait ends after block_ms.
+        """
+        if client is self._given:
+            return
         pools = (
             [
                 node.redis_connection.connection_pool
