@@ -154,8 +154,10 @@ class Answers:
         silent = self.heard_of(members)
         with self._lock:
             record = self._record(command_id)
-            record.expected = frozenset(member.name for member in members if silent[member.name] < DEAD_AFTER_S)
-            record.absent = tuple(member.name for member in members if member.name not in record.expected)
+            record.stuck = frozenset(member.name for member in members if member.alive and member.registration.stuck)
+            heard = {member.name for member in members if silent[member.name] < DEAD_AFTER_S}
+            record.expected = frozenset(heard - record.stuck)
+            record.absent = tuple(member.name for member in members if member.name not in heard)
             calls = self._calls(record)
         for callback, state in calls:
             callback(state)

@@ -47,6 +47,7 @@ class Worker:
 
     engine: the verbs. instance, rank: the worker's name is `<instance>/<rank>`. Starts with `start`, ends with `stop`,
     or use it as a context manager. on_fenced: told, from a thread of the worker, when another process has taken over.
+    bus: None makes one from the settings.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class Worker:
         rank: int,
         vllm_version: str = "",
         on_fenced: Callable[[], None] | None = None,
+        bus: Bus | None = None,
     ) -> None:
         self.settings = settings
         self.name = worker_name(instance, rank)
@@ -82,7 +84,8 @@ class Worker:
         )
         self._stop = threading.Event()
         self._wake = threading.Event()
-        self._bus = Bus(settings, client_name=f"kvbus-worker-{self.name}")
+        self._bus = bus or Bus(settings, client_name=f"kvbus-worker-{self.name}")
+        self._owns_bus = bus is None
         self._worker_log = WorkerLog(self._bus, self.name, registration)
         self._executor = Executor(
             self._worker_log,
@@ -133,7 +136,8 @@ class Worker:
             _log.error("worker %s: a thread is still inside the engine after %.1f s", self.name, bound)
         if self.state is not WorkerState.FENCED:
             self.state = WorkerState.STOPPED
-        self._bus.close()
+        if self._owns_bus:
+            self._bus.close()
         return ended
 
     def __enter__(self) -> Worker:
