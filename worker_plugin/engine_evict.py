@@ -61,7 +61,9 @@ class _Chunk:
     @property
     def in_use(self) -> bool:
         """A request has it pinned, or it is being written: it stays in every tier."""
-        return self.pinned_on_disk or (bool(self.kept) and (Outcome.IN_USE in self.kept or Outcome.BUSY in self.kept))
+        if not self.kept:
+            return self.pinned_on_disk
+        return self.pinned_on_disk or Outcome.IN_USE in self.kept or Outcome.BUSY in self.kept
 
     def outcome(self, chunk: ChunkHash) -> ChunkOutcome:
         if self.kept:
@@ -121,13 +123,13 @@ class Evictor:
                     for item in group:
                         if item.in_use:
                             continue
-                        found = [(part, memory) for part in item.parts if (memory := index.get(part)) is not None]
-                        if any(memory.meta.pin_count > 0 for _, memory in found):
+                        pins = [memory.meta.pin_count for part in item.parts if (memory := index.get(part)) is not None]
+                        if pins and max(pins) > 0:
                             item.keep(Outcome.IN_USE, f"pinned in {CPU_TIER}")
                             continue
                         freed += self._ledger.evict(item.ident)
-                        if found:
-                            remove_from_cpu(cpu, [part for part, _ in found])
+                        if pins:
+                            remove_from_cpu(cpu, item.parts)
                             item.tiers += 1
             except TierStuck as stuck:
                 for item in group:
@@ -162,7 +164,8 @@ class Evictor:
                 if writing and not writing.isdisjoint(item.parts):
                     item.keep(Outcome.BUSY, "its file is being written")
                 found = [(part, entry) for part in item.parts if (entry := index.get(part)) is not None]
-                if any(entry.pin_count > 0 and self._ledger.foreign_pins(entry) > 0 for _, entry in found):
+                pinned = [entry for _, entry in found if entry.pin_count > 0]
+                if pinned and any(self._ledger.foreign_pins(entry) > 0 for entry in pinned):
                     item.pinned_on_disk = True
                 elif wanted and found and not item.in_use:
                     if bypassed:

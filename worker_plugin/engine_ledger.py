@@ -89,7 +89,8 @@ class Ledger:
         """The chunk leaves DDR: cancel its loads, end its holds; the caller gives the returned references back."""
         for load in self._loads.get(ident, ()):
             load.cancelled = True
-        return self._drop(self._holds.pop(ident, []))
+        holds = self._holds.pop(ident, None)
+        return self._drop(holds) if holds else []
 
     def _drop(self, holds: Sequence[Hold]) -> list[MemoryObject]:
         self.held_bytes -= sum(hold.size for hold in holds)
