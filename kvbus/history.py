@@ -102,4 +102,4 @@ def _found(entry_id: str, fields: Fields) -> FoundCommand:
 
 def _is_entry_id(text: str) -> bool:
     head, dash, tail = text.partition("-")
-    return bool(dash) and all(part.isascii() and part.isdigit() and len(part) <= 20 for part in (head, tail))
+    return bool(dash) and all(part.isascii() and part.isdigit() and len(part) <= 19 for part in (head, tail))

@@ -53,8 +53,21 @@ def parse_command(kind: str, raw: bytes) -> Command:
             _check_texts(plain, name)
             _check_tiers(plain, name)
     known = ("chunk_hashes", *_OPTIONAL, *_MORE[kind])
-    command: Command = from_plain(kind, {name: plain[name] for name in known if plain.get(name) is not None})  # type: ignore[assignment]
+    given = {name: plain[name] for name in known if plain.get(name) is not None}
+    for name in ("ttl_ms", "target"):
+        if name in given:
+            given[name] = _whole(given[name])
+    command: Command = from_plain(kind, given)  # type: ignore[assignment]
     return command
+
+
+def _whole(value: Any) -> Any:
+    """The same with 320.0 as 320, which are one integer to JSON and two types to Python."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, list):
+        return [_whole(item) for item in value]
+    return {key: _whole(item) for key, item in value.items()} if isinstance(value, dict) else value
 
 
 def _check_texts(plain: Mapping[str, Any], name: str) -> None:

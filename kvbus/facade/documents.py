@@ -57,7 +57,7 @@ def command_body(kind: str) -> dict[str, Any]:
     text = {"type": "string", "maxLength": MAX_TEXT}
     properties: dict[str, Any] = {
         "chunk_hashes": models.CHUNK_HASHES,
-        "lookup_id": models.LOOKUP_ID,
+        "lookup_id": {**models.LOOKUP_ID, "minLength": 1 if kind == "prefetch" else 0},
         "tags": {
             "type": "array",
             "maxItems": MAX_TAGS,
@@ -72,6 +72,8 @@ def command_body(kind: str) -> dict[str, Any]:
     if kind == "evict":
         properties["locations"] = {**tiers, "description": "Tiers to remove from; all if left out."}
     required = ["chunk_hashes", "lookup_id"] if kind == "prefetch" else ["chunk_hashes"]
+    for name in properties.keys() - set(required):
+        properties[name] = {"anyOf": [properties[name], {"type": "null"}]}
     schema = {"type": "object", "properties": properties, "required": required}
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 

@@ -173,7 +173,6 @@ CHUNK_HASHES = {
 }
 LOOKUP_ID = {
     "type": "string",
-    "minLength": 1,
     "maxLength": MAX_TEXT,
     "description": "The caller's own label; it need not be unique.",
 }
