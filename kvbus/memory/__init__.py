@@ -2,5 +2,16 @@
 
 from kvbus.memory.config import MemoryConfig, load_config
 from kvbus.memory.ledger import Closed, Ledger, Switched, Totals, Turn, TurnStatus
+from kvbus.memory.service import MemoryService
 
-__all__ = ["Closed", "Ledger", "MemoryConfig", "Switched", "Totals", "Turn", "TurnStatus", "load_config"]
+__all__ = [
+    "Closed",
+    "Ledger",
+    "MemoryConfig",
+    "MemoryService",
+    "Switched",
+    "Totals",
+    "Turn",
+    "TurnStatus",
+    "load_config",
+]

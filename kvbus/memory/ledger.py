@@ -153,7 +153,7 @@ class Ledger:
         return Switched(answer.number(0), answer.number(1), answer.issued)
 
     def close(self, session: str, *, tenant: str | None = None) -> Closed:
-        """A session is over: what nobody else holds is evicted. Raises InvalidMessage for another tenant's, BusError."""
+        """A session is over: what nobody else holds is evicted. Raises InvalidMessage for a foreign one, BusError."""
         self._must_be_on()
         values: dict[str, Argument] = {"session": _name("session", session)}
         if tenant is not None:
