@@ -47,7 +47,7 @@ demo: setup
 	@$(BIN)/python -m examples.demo
 
 up: setup
-	@$(BIN)/kvbus up
+	@$(BIN)/python -m examples.up
 
 bench: setup
 	@$(BIN)/python -m benchmarks.soak --rounds 2000

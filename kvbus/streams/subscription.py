@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import redis
 
+from kvbus.errors import BusUnavailable
 from kvbus.protocol.codec import Fields
 from kvbus.streams.connection import Bus, Client, bus_errors
 from kvbus.streams.log import Entry, StreamState, pairs, parse_state, stream_state
@@ -49,6 +50,7 @@ class Subscription:
         self._checked_at = float("-inf")
         self._role_at = float("-inf")
         self._busy = False
+        self._interrupted = False
 
     @classmethod
     def from_end(cls, bus: Bus, key: str) -> Subscription:
@@ -69,6 +71,8 @@ class Subscription:
     def read(self, *, block_ms: int | None = None, count: int = BATCH) -> Batch:
         """The next entries, waiting up to block_ms (0: not at all; None: the setting). Raises BusError."""
         try:
+            if self._interrupted:
+                raise BusUnavailable(f"XREAD {self.key}: interrupted")
             due = CHECK_EVERY_S if self._busy else CHECK_IDLE_S
             gap = self._check() if time.monotonic() - self._checked_at >= due else None
             if gap is not None:
@@ -76,8 +80,12 @@ class Subscription:
             wait = self.bus.settings.block_ms if block_ms is None else block_ms
             with bus_errors(f"XREAD {self.key}"):
                 reply = self._connected().xread({self.key: self.position.cursor}, count=count, block=wait or None)
-        except BaseException:
+        except BaseException as error:
             self.disconnect()
+            interrupted, self._interrupted = self._interrupted, False
+            # What redis-py raises when its socket is taken away is whatever it was about to do with it.
+            if interrupted and isinstance(error, Exception):
+                raise BusUnavailable(f"XREAD {self.key}: interrupted") from error
             raise
         return self.accept(reply)
 
@@ -111,7 +119,8 @@ class Subscription:
             self.bus.discard(client)
 
     def interrupt(self) -> None:
-        """End a wait from another thread: it fails with BusUnavailable. The connection is not used again."""
+        """From another thread: the read that waits, or else the next one, fails at once with BusUnavailable."""
+        self._interrupted = True
         client = self._client
         if client is not None:
             self.bus.interrupt(client)
