@@ -37,6 +37,7 @@ def _base_connector() -> Any:
 _Base: Any = _base_connector()
 
 # Only now may anything come in that imports lmcache.
+import vllm  # noqa: E402
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole  # noqa: E402
 from vllm.v1.request import RequestStatus  # noqa: E402
 
@@ -281,7 +282,9 @@ class WorkerSide:
             return
         try:
             rank = self._impl.lmcache_engine_metadata.worker_id
-            self._worker = worker_plugin.attach(engine, settings=self._settings, instance=self._instance, rank=rank)
+            self._worker = worker_plugin.attach(
+                engine, settings=self._settings, instance=self._instance, rank=rank, vllm_version=vllm.__version__
+            )
         except Exception:  # the model serves without the bus, and the issuers of commands miss this rank
             self.counters.add("connector_attach_faults")
             log.exception("this worker takes no commands from the bus")

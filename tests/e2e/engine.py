@@ -215,13 +215,3 @@ def pause(pid: int) -> None:
 
 def resume(pid: int) -> None:
     os.kill(pid, signal.SIGCONT)
-
-
-def prompt(seed: int, length: int = 697) -> list[int]:
-    """A text of token ids that depends on its seed from its first token on; no special tokens."""
-    state = seed * 2654435761 + 12345
-    tokens = []
-    for _ in range(length):
-        state = (state * 1103515245 + 12345) % 2**31
-        tokens.append(6 + (state >> 8) % 990)
-    return tokens

@@ -50,6 +50,20 @@ class Host:
             for output in outputs
         ]
 
+    def storm(self, seed: int, count: int) -> dict[str, Any]:
+        """See tests.e2e.storm."""
+        from tests.e2e.prompts import prompt
+        from tests.e2e.storm import storm
+
+        return storm(self.llm, prompt, seed, count)
+
+    def kept(self) -> dict[str, int]:
+        """See tests.e2e.storm."""
+        from tests.e2e.storm import kept, settle
+
+        settle(self.llm)
+        return kept(self.llm)
+
     def stop(self) -> None:
         self.llm.llm_engine.engine_core.shutdown()
 

@@ -12,7 +12,8 @@ import pytest
 from kvbus.protocol import DDR, SSD, ChunkHash, Evict, Lookup, Prefetch, RequestFinished, Status, WorkerStarted
 from tests.e2e.bus import BusView, hashes_of
 from tests.e2e.conftest import MakeOptions
-from tests.e2e.engine import CHUNK_SIZE, Engine, pause, prompt, resume
+from tests.e2e.engine import CHUNK_SIZE, Engine, pause, resume
+from tests.e2e.prompts import prompt
 from tests.servers import RealServer
 
 WHOLE = 640
