@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from kvbus.protocol.codec import Fields
@@ -36,8 +36,8 @@ class EventBus(Protocol):
     def beat(self, epoch: int, next_seq: int) -> None:
         """Renew claim and registration. Raises Fenced when another process has taken the name."""
 
-    def append(self, entries: Sequence[Fields]) -> None:
-        """All of them, in order, or none."""
+    def append(self, entries: Sequence[Fields], meanwhile: Callable[[], None]) -> None:
+        """All of them, in order, or none. meanwhile: work to do while the server works; may go uncalled."""
 
     def write_stats(self, counters: Mapping[str, int | float]) -> None: ...
 
@@ -88,8 +88,8 @@ class StreamsBus:
     def beat(self, epoch: int, next_seq: int) -> None:
         beat_publisher(self._bus, self._name, self._owner, self._registration(epoch, next_seq))
 
-    def append(self, entries: Sequence[Fields]) -> None:
-        self._log.append_batch(self._bus.keys.events, entries)
+    def append(self, entries: Sequence[Fields], meanwhile: Callable[[], None]) -> None:
+        self._log.append_batch(self._bus.keys.events, entries, meanwhile=meanwhile)
 
     def write_stats(self, counters: Mapping[str, int | float]) -> None:
         write_stats(self._bus, self._name, counters)

@@ -159,7 +159,7 @@ class Drain:
         if not batch:
             return
         self._in_flight = batch
-        self._bus.append([record.fields(self._name) for record in batch])
+        self._bus.append([record.fields(self._name) for record in batch], self._encode_more)
         self._in_flight = []
         if spool is not None:
             spool.ack()
@@ -190,6 +190,16 @@ class Drain:
             if self._stopping.is_set():
                 timeout_s = linger_s = 0.0
             self._waiting.extend(self._buffer.take(self._settings.batch_events, timeout_s, linger_s))
+        self._encode_waiting()
+
+    def _encode_more(self) -> None:
+        """The next batch, while the server writes this one. Not behind the spool: there it would stay in memory."""
+        if self._spool is None or self._spool.empty:
+            if not self._waiting:
+                self._waiting.extend(self._buffer.take(self._settings.batch_events))
+            self._encode_waiting()
+
+    def _encode_waiting(self) -> None:
         size = 0
         while self._waiting and size < MAX_BATCH_BYTES and time.monotonic() < self._deadline:
             record = self._encode(self._waiting[0])

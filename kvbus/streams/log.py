@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -101,15 +101,20 @@ class Log:
             entry_id: bytes = self.bus.client.xadd(key, fields, maxlen=maxlen or None, approximate=True)
         return entry_id.decode()
 
-    def append_batch(self, key: str, batch: Sequence[Fields]) -> list[str]:
-        """Append all or none, in order, in one MULTI. Raises BusError; after BusUnavailable all may be written."""
+    def append_batch(
+        self, key: str, batch: Sequence[Fields], *, meanwhile: Callable[[], None] | None = None
+    ) -> list[str]:
+        """Append all or none, in order, in one MULTI. Raises BusError; after BusUnavailable all may be written.
+
+        meanwhile: work to do while the server does its own; may go uncalled, and must not use this bus.
+        """
         if not batch:
             return []
         maxlen = self.maxlen(key, sum(map(_size, batch)))
         with bus_errors(f"XADD {key} x {len(batch)}"):
             client = self.bus.client
             if can_pack(client):
-                replies = add_packed(client, key, batch, maxlen)
+                replies = add_packed(client, key, batch, maxlen, meanwhile)
             else:
                 pipe = client.pipeline(transaction=True)
                 for fields in batch:
@@ -185,7 +190,7 @@ def _no_memory_usage(error: redis.ResponseError) -> bool:
 
 
 def _size(fields: Fields) -> int:
-    return sum(len(value) for value in fields.values()) + 32 * len(fields)
+    return sum(map(len, fields.values())) + 32 * len(fields)
 
 
 def _text(value: Any) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -59,8 +59,10 @@ class FakeBus:
         self._check()
         self.next_seq = next_seq
 
-    def append(self, entries: Sequence[Fields]) -> None:
+    def append(self, entries: Sequence[Fields], meanwhile: Callable[[], None]) -> None:
         self.appends += 1
+        if self.appends % 3:
+            meanwhile()
         self._check()
         self.stream.extend(entries)
         if self.lost_replies:
