@@ -33,7 +33,11 @@ class Pending(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
-    """A worker's state on the server. attempts: entry id to how often it was begun after an unclean stop."""
+    """A worker's state on the server.
+
+    attempts: entry id to how often it was begun, for those in hand after an unclean stop. suspect_to: entries behind
+    the cursor up to this id may have been begun in a life that put no attempts on record; "" if there are none.
+    """
 
     owner: str
     rev: int
@@ -41,10 +45,11 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
     position: Position
     pending: tuple[Pending, ...] = ()
     attempts: dict[str, int] = {}
+    suspect_to: str = ""
     clean: bool = False
     """The life before this one ended in good order."""
     created: bool = False
-    """There was no checkpoint before."""
+    """There was no checkpoint before, and nothing has been committed since."""
     known: bool = False
     """The name was registered before, and not given back."""
 
@@ -61,9 +66,13 @@ class Append(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Taken(msgspec.Struct, frozen=True):
-    """The name belongs to a living process. lapses_in_ms: until its heartbeat lapses if it has died."""
+    """The name belongs to a living process. lapses_in_ms: until its heartbeat lapses if it has died.
+
+    epoch: of the checkpoint's owner, 0 where there is no checkpoint.
+    """
 
     lapses_in_ms: int
+    epoch: int = 0
 
 
 class CommitAnswer(StrEnum):
@@ -72,42 +81,57 @@ class CommitAnswer(StrEnum):
     """This very commit had been applied before; its reply was lost."""
 
 
+# What was found is told again until the first commit, so that a lost reply changes nothing: `fresh` is 1 for a new
+# checkpoint, 2 for one that should have been there, and `clean` still speaks of the life before.
 _REGISTER = Script(
     """
 local live, worker, workers = KEYS[1], KEYS[2], KEYS[3]
 local name, owner, live_ms, keep_ms = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
 local holder = redis.call('GET', live)
-if holder and holder ~= owner then return {'TAKEN', redis.call('PTTL', live)} end
+if holder and holder ~= owner then
+  return {'TAKEN', redis.call('PTTL', live), redis.call('HGET', worker, 'epoch') or '0'}
+end
 redis.call('SET', live, owner, 'PX', live_ms)
 local t = redis.call('TIME')
 local now = t[1] * 1000 + math.floor(t[2] / 1000)
-local created = redis.call('EXISTS', worker) == 0
-if created then
-  redis.call('HSET', worker, 'rev', '0', 'cursor', ARGV[5], 'at', ARGV[6], 'entries', ARGV[7], 'pending', '',
-    'attempts', '', 'clean', '0', 'epoch', '0')
+local known = redis.call('HEXISTS', workers, name)
+if redis.call('EXISTS', worker) == 0 then
+  redis.call('HSET', worker, 'rev', ARGV[9], 'cursor', ARGV[5], 'at', ARGV[6], 'entries', ARGV[7], 'pending', '',
+    'attempts', '', 'suspect_to', '', 'clean', '0', 'epoch', '0', 'fresh', known == 1 and '2' or '1')
 end
 local epoch = redis.call('HGET', worker, 'epoch')
-if redis.call('HGET', worker, 'owner') ~= owner then epoch = math.max(now, tonumber(epoch) + 1) end
-local was = redis.call('HMGET', worker, 'rev', 'cursor', 'at', 'entries', 'pending', 'attempts', 'clean')
-redis.call('HSET', worker, 'owner', owner, 'epoch', string.format('%d', epoch), 'clean', '0')
+if redis.call('HGET', worker, 'owner') ~= owner then
+  epoch = tonumber(epoch)
+  if tonumber(ARGV[10]) > epoch then epoch = tonumber(ARGV[10]) else epoch = math.max(now, epoch + 1) end
+end
+redis.call('HSET', worker, 'owner', owner, 'epoch', string.format('%d', epoch))
 redis.call('PEXPIRE', worker, keep_ms)
-local known = redis.call('HEXISTS', workers, name)
 local text = string.gsub(ARGV[8], '"epoch":0', '"epoch":' .. string.format('%d', epoch), 1)
 redis.call('HSET', workers, name, text)
-return {'OK', created and 1 or 0, known, string.format('%d', epoch), string.format('%d', now), was[1], was[2], was[3],
-  was[4], was[5], was[6], was[7]}
+local fresh = redis.call('HGET', worker, 'fresh')
+local created = (fresh == '1' or fresh == '2') and 1 or 0
+if created == 1 then known = fresh == '2' and 1 or 0 end
+local was = redis.call('HMGET', worker, 'rev', 'cursor', 'at', 'entries', 'pending', 'attempts', 'suspect_to',
+  'clean')
+return {'OK', created, known, string.format('%d', epoch), string.format('%d', now), was[1], was[2], was[3], was[4],
+  was[5], was[6], was[7], was[8]}
 """,
     allow_oom=True,
 )
 
+# An owner with a lower epoch than ours did not supersede us: a failover that lost its tail took our registration back.
 _RENEW = Script(
     """
 local live, worker = KEYS[1], KEYS[2]
-local owner = redis.call('HGET', worker, 'owner')
-if not owner then return {'UNKNOWN'} end
-if owner ~= ARGV[1] then return {'FENCED', owner} end
+local was = redis.call('HMGET', worker, 'owner', 'epoch', 'rev')
+if not was[1] then return {'UNKNOWN'} end
+if was[1] ~= ARGV[1] then
+  if tonumber(was[2]) < tonumber(ARGV[4]) then return {'UNKNOWN'} end
+  return {'FENCED', was[1]}
+end
 local holder = redis.call('GET', live)
 if holder and holder ~= ARGV[1] then return {'FENCED', holder} end
+if tonumber(was[3]) < tonumber(ARGV[5]) then return {'STALE', was[3]} end
 redis.call('SET', live, ARGV[1], 'PX', ARGV[2])
 redis.call('PEXPIRE', worker, ARGV[3])
 local t = redis.call('TIME')
@@ -116,19 +140,24 @@ return {'OK', string.format('%d', t[1] * 1000 + math.floor(t[2] / 1000))}
     allow_oom=True,
 )
 
+# A revision beyond ours: a registration of ours that arrived late took the name back from a successor. Its work counts.
 # Results are written first: if that fails, nothing has happened. A dead letter or an event that cannot be written
 # must not hold up results for ever, so that failure is counted and answered, not raised.
 _COMMIT = Script(
     """
 local worker = KEYS[1]
-local owner = redis.call('HGET', worker, 'owner')
+local was = redis.call('HMGET', worker, 'owner', 'epoch', 'rev')
+local owner, rev = was[1], was[3]
 if not owner then return {'UNKNOWN'} end
-if owner ~= ARGV[1] then return {'FENCED', owner} end
-local rev = redis.call('HGET', worker, 'rev')
+if owner ~= ARGV[1] then
+  if tonumber(was[2]) < tonumber(ARGV[12]) then return {'UNKNOWN'} end
+  return {'FENCED', owner}
+end
 if rev == ARGV[3] then return {'ALREADY'} end
+if tonumber(rev) > tonumber(ARGV[2]) then return {'FENCED', 'revision ' .. rev} end
 if rev ~= ARGV[2] then return {'STALE', rev} end
 local failed = ''
-for i = 12, #ARGV, 6 do
+for i = 14, #ARGV, 6 do
   local key, once = KEYS[tonumber(ARGV[i])], ARGV[i + 2]
   local fresh = true
   if once ~= '' then
@@ -150,7 +179,7 @@ for i = 12, #ARGV, 6 do
   end
 end
 redis.call('HSET', worker, 'rev', ARGV[3], 'cursor', ARGV[4], 'at', ARGV[5], 'entries', ARGV[6], 'pending', ARGV[7],
-  'attempts', ARGV[8], 'clean', ARGV[9])
+  'attempts', ARGV[8], 'suspect_to', ARGV[13], 'clean', ARGV[9], 'fresh', '0')
 redis.call('PEXPIRE', worker, ARGV[10])
 return {'OK', failed}
 """.replace("VERSION", PROTOCOL_VERSION).replace("KEEP_DEAD_SEEN", str(KEEP_DEAD_SEEN)),
@@ -173,11 +202,14 @@ _pending_decoder = msgspec.msgpack.Decoder(tuple[Pending, ...])
 _attempts_decoder = msgspec.json.Decoder(dict[str, int])
 
 
-def register(bus: Bus, name: str, owner: str, *, start: Position, registration: bytes) -> Checkpoint | Taken:
-    """Take the name unless a living process has it. `start` counts only where there is no checkpoint.
+def register(
+    bus: Bus, name: str, owner: str, *, start: Position, registration: bytes, rev: int = 0, epoch: int = 0
+) -> Checkpoint | Taken:
+    """Take the name unless a living process has it. `start` and `rev` count only where there is no checkpoint.
 
-    registration: JSON for the `workers` hash, with `"epoch":0`, which is filled in. Asking again with the same owner
-    does no harm. Raises BusError.
+    registration: JSON for the `workers` hash, with `"epoch":0`, which is filled in. rev: above all revisions that
+    this life has used, so that none of its steps still on the way can fit; epoch: of this life, if it has one
+    already. Asking again with the same owner does no harm. Raises BusError.
     """
     keys, settings = bus.keys, bus.settings
     sent = time.monotonic()
@@ -185,11 +217,14 @@ def register(bus: Bus, name: str, owner: str, *, start: Position, registration: 
         answer = _REGISTER.run(
             bus.client,
             [keys.live(name), keys.worker(name), keys.workers],
-            [name, owner, settings.live_ms, KEEP_MS, start.cursor, start.at, start.entries, registration],
+            [
+                *(name, owner, settings.live_ms, KEEP_MS, start.cursor, start.at, start.entries),
+                *(registration, rev, epoch),
+            ],
         )
     if answer[0] == b"TAKEN":
-        return Taken(int(answer[1]))
-    _, created, known, epoch, now_ms, rev, cursor, at, entries, pending, attempts, clean = answer
+        return Taken(int(answer[1]), int(answer[2]))
+    _, created, known, epoch, now_ms, rev, cursor, at, entries, pending, attempts, suspect_to, clean = answer
     bus.clock.set(int(now_ms), sent, time.monotonic())
     return Checkpoint(
         owner=owner,
@@ -198,18 +233,23 @@ def register(bus: Bus, name: str, owner: str, *, start: Position, registration: 
         position=Position(cursor.decode(), at.decode(), int(entries)),
         pending=_pending_decoder.decode(pending) if pending else (),
         attempts=_attempts_decoder.decode(attempts) if attempts else {},
+        suspect_to=suspect_to.decode(),
         clean=clean == b"1",
         created=created == 1,
         known=known == 1,
     )
 
 
-def renew(bus: Bus, name: str, owner: str) -> None:
-    """The heartbeat; also sets the bus's clock. Raises Fenced, HistoryLost or BusError."""
+def renew(bus: Bus, name: str, owner: str, *, epoch: int = 0, rev: int = 0) -> None:
+    """The heartbeat; also sets the bus's clock. Raises Fenced, HistoryLost or BusError.
+
+    epoch: this life's; rev: the last that the server has acknowledged. Where it holds less, it has lost history.
+    """
     keys = bus.keys
+    args: list[str | bytes | int] = [owner, bus.settings.live_ms, KEEP_MS, epoch, rev]
     sent = time.monotonic()
     with bus_errors(f"renew {name}"):
-        answer = _RENEW.run(bus.client, [keys.live(name), keys.worker(name)], [owner, bus.settings.live_ms, KEEP_MS])
+        answer = _RENEW.run(bus.client, [keys.live(name), keys.worker(name)], args)
     _check(answer, name)
     bus.clock.set(int(answer[1]), sent, time.monotonic())
 
@@ -219,11 +259,13 @@ class Commit(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     owner: str
+    epoch: int = 0
     old_rev: int
     new_rev: int
     position: Position
     pending: tuple[Pending, ...] = ()
     attempts: dict[str, int] = {}
+    suspect_to: str = ""
     appends: tuple[Append, ...] = ()
     clean: bool = False
 
@@ -243,6 +285,8 @@ class Commit(msgspec.Struct, frozen=True, kw_only=True):
             int(self.clean),
             KEEP_MS,
             bus.clock.now_ms(),
+            self.epoch,
+            self.suspect_to,
         ]
         for append in self.appends:
             place = names.index(append.stream) + 1
@@ -275,11 +319,32 @@ def retire(bus: Bus, name: str, owner: str) -> bool:
         return bool(_RETIRE.run(bus.client, [keys.live(name), keys.worker(name), keys.workers], [owner, name]))
 
 
+def read_checkpoint(bus: Bus, name: str) -> Checkpoint | None:
+    """A worker's state as it stands, changing nothing: for those who look on. Raises BusError."""
+    with bus_errors(f"read the checkpoint of {name}"):
+        raw: dict[bytes, bytes] = bus.client.hgetall(bus.keys.worker(name))
+    if not raw:
+        return None
+    try:
+        pending, attempts = raw.get(b"pending"), raw.get(b"attempts")
+        return Checkpoint(
+            owner=raw[b"owner"].decode(),
+            rev=int(raw[b"rev"]),
+            epoch=int(raw[b"epoch"]),
+            position=Position(raw[b"cursor"].decode(), raw[b"at"].decode(), int(raw[b"entries"])),
+            pending=_pending_decoder.decode(pending) if pending else (),
+            attempts=_attempts_decoder.decode(attempts) if attempts else {},
+            clean=raw.get(b"clean") == b"1",
+        )
+    except (KeyError, ValueError, msgspec.MsgspecError) as error:
+        raise BusRefused(f"the checkpoint of worker {name} cannot be read: {error!r}") from None
+
+
 def _check(answer: Sequence[bytes], name: str) -> None:
     if answer[0] in (b"OK", b"ALREADY"):
         return
     if answer[0] == b"UNKNOWN":
-        raise HistoryLost(f"the server does not know worker {name} any more")
+        raise HistoryLost(f"the server does not know this life of worker {name} any more")
     if answer[0] == b"STALE":
         raise HistoryLost(f"the server holds revision {answer[1].decode()} of worker {name}, not the one last written")
     if answer[0] == b"FENCED":

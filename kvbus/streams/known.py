@@ -15,6 +15,8 @@ REMEMBER_RESULTS = 1_000
 class _Known(msgspec.Struct):
     answered: bool = False
     """Its final result stands in the present history, or is on its way there."""
+    rev: int = 0
+    """The checkpoint's revision that came with the result; 0 before it was sent."""
     result: CommandResult | None = None
 
 
@@ -34,7 +36,7 @@ class KnownCommands:
 
     def answer(self, message_id: str, result: CommandResult) -> None:
         """Answered in the present history; the result is kept for a while."""
-        self._remember(message_id, _Known(True, result))
+        self._remember(message_id, _Known(True, 0, result))
         self._results[message_id] = None
         self._results.move_to_end(message_id)
         if len(self._results) > REMEMBER_RESULTS:
@@ -42,13 +44,19 @@ class KnownCommands:
             if oldest in self._ids:
                 self._ids[oldest].result = None
 
-    def mark_answered(self, message_id: str) -> None:
-        """The present history holds this worker's final result."""
+    def sent(self, message_id: str, rev: int) -> None:
+        """Its final result is on the way, in the step that makes this revision."""
+        known = self._ids.get(message_id)
+        if known is not None:
+            known.rev = rev
+
+    def mark_answered(self, message_id: str, rev: int) -> None:
+        """The present history holds this worker's final result, at this revision or an earlier one."""
         known = self._ids.get(message_id)
         if known is None:
-            self._remember(message_id, _Known(True))
+            self._remember(message_id, _Known(True, rev))
         else:
-            known.answered = True
+            known.answered, known.rev = True, rev
 
     def answered(self, message_id: str) -> bool:
         known = self._ids.get(message_id)
@@ -59,10 +67,10 @@ class KnownCommands:
         known = self._ids.get(message_id)
         return known.result if known is not None else None
 
-    def new_history(self) -> None:
-        """Nothing is answered any more: the server holds another history."""
+    def forget_answers(self, after: int) -> None:
+        """The server has lost every answer that came with a later revision than this. -1: all of them."""
         for known in self._ids.values():
-            known.answered = False
+            known.answered = known.answered and known.rev <= after
 
     def _remember(self, message_id: str, known: _Known) -> None:
         self._ids[message_id] = known

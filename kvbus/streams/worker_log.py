@@ -13,9 +13,9 @@ from collections import OrderedDict
 
 import msgspec
 
-from kvbus.errors import HistoryLost, InvalidMessage, PoisonEntry, ProtocolError
+from kvbus.errors import Fenced, HistoryLost, InvalidMessage, PoisonEntry, ProtocolError
 from kvbus.protocol.codec import COMMAND_TYPES, Envelope, Fields, decode_entry
-from kvbus.protocol.results import CommandResult, Results, Status
+from kvbus.protocol.results import CommandResult, Status
 from kvbus.streams.checkpoint import (
     MAX_PENDING,
     Append,
@@ -32,14 +32,13 @@ from kvbus.streams.connection import Bus
 from kvbus.streams.known import KnownCommands
 from kvbus.streams.log import Entry, Log
 from kvbus.streams.notices import Notices, dead_letter, type_text, unable
-from kvbus.streams.position import Gap, GapKind, Position, after_gap, find_gap
+from kvbus.streams.position import Gap, GapKind, Position, after_gap, find_gap, id_key
+from kvbus.streams.recovery import ids_before, own_finals
 from kvbus.streams.registry import Registration, encode_registration, prune
 from kvbus.streams.subscription import BATCH, Subscription, end_position, is_new_history, look, message_id
 
 MAX_CRASHES = 3
 """The third crash on the same entry sets it aside."""
-LOOK_BACK = 1_000
-LOOK_BACK_BYTES = 32 * 1024 * 1024
 
 
 class Task(msgspec.Struct, frozen=True):
@@ -73,7 +72,7 @@ class WorkerLog:
         self._subscription: Subscription | None = None
         self._lock = threading.RLock()
         self._flush_lock = threading.Lock()
-        self._rev = 0
+        self._rev = self._top_rev = 0
         self._position = Position()
         self._pending: OrderedDict[str, Pending] = OrderedDict()
         self._attempts: dict[str, int] = {}
@@ -86,7 +85,9 @@ class WorkerLog:
         # taken, and waiting to be handed out
         self._ready: list[Task] = []
         self._recover: list[Pending] = []
-        self._careful = 0
+        # after an unclean stop: what may have been begun and not put on record
+        self._unclean = False
+        self._suspect_to = ""
 
     # -- life --------------------------------------------------------------------------------------------------
 
@@ -98,20 +99,22 @@ class WorkerLog:
         if isinstance(found, Taken):
             return found
         prune(self.bus)
-        answered = self._own_results() if found.created and found.known else []
-        earlier = self._ids_before(found.position.cursor)
+        lost = found.created and found.known
+        answered = own_finals(self._log, self.name) if lost else set()
+        earlier = ids_before(self._log, found.position.cursor)
+        suspect_to = self._suspects(found)
         with self._lock:
             self._adopt(found, found.position)
-            self._attempts = {} if found.clean else dict(found.attempts)
             self._pending = OrderedDict((item.entry_id, item) for item in found.pending)
             self._recover = list(found.pending)
-            # What was read but not committed before a crash is at most one batch beyond the cursor.
-            self._careful = 0 if found.clean or found.created else BATCH
+            self._unclean = not (found.clean or found.created)
+            self._attempts = dict(found.attempts)
+            self._suspect_to = suspect_to
             in_hand = {item.message_id for item in found.pending}
             for own_id in [*earlier, *answered]:
                 if own_id not in in_hand:
-                    self._known.mark_answered(own_id)
-            if found.created and found.known:
+                    self._known.mark_answered(own_id, found.rev)
+            if lost:
                 self._announce(Gap(GapKind.HISTORY_LOST, None, "", start.cursor, "the checkpoint is gone"))
             self._queue(self._notices().started(self.bus.clock.now_ms()))
         return None
@@ -122,47 +125,46 @@ class WorkerLog:
         Commands that come again are answered from memory, and not carried out again.
         """
         assert self._subscription is not None, "open() comes first"
-        self._subscription.disconnect()
-        keys, mine = self.bus.keys, self._position
-        state, at_cursor = look(self.bus.client, keys.commands, mine.cursor)
-        gap = find_gap(mine, state, at_cursor)
-        found = self._register(after_gap(mine, state, gap) if gap else mine)
-        if isinstance(found, Taken):
-            raise HistoryLost(f"another process has taken the name {self.name}; waiting for its heartbeat to lapse")
-        # The server's own checkpoint may be older than ours (a failover that lost the tail): then its place counts.
-        position = found.position
-        state, at_cursor = look(self.bus.client, keys.commands, position.cursor)
-        older = find_gap(position, state, at_cursor)
-        position = after_gap(position, state, older) if older else position
-        answered = self._own_results()
-        with self._lock:
-            waiting = self._outgoing
-            if self._in_flight is not None:
-                _, results, appends = self._in_flight
-                waiting = [*results, *waiting]
-                self._appends = [*appends, *self._appends]
-            self._adopt(found, position)
-            self._known.new_history()
-            for own_id in answered:
-                self._known.mark_answered(own_id)
-            self._outgoing = []
-            for result in waiting:
-                if not self._known.answered(result.command_id):
-                    self._outgoing.append(result)
-                    if result.status.final:
-                        self._known.answer(result.command_id, result)
-            for item in found.pending:
-                if item.entry_id not in self._pending and not self._meet_again(item.message_id):
-                    self._pending[item.entry_id] = item
-                    self._recover.append(item)
-            self._dirty = True
-            found_gap = gap or older
-            if found_gap is not None:
-                self._announce(found_gap)
+        with self._flush_lock:  # no step may be on its way while the server is asked how far it has come
+            self._subscription.disconnect()
+            keys, mine = self.bus.keys, self._position
+            state, at_cursor = look(self.bus.client, keys.commands, mine.cursor)
+            gap = find_gap(mine, state, at_cursor)
+            found = self._register(after_gap(mine, state, gap) if gap else mine)
+            if isinstance(found, Taken):
+                if found.epoch > self.epoch:
+                    raise Fenced(f"worker {self.name} was taken over by another process while history was lost")
+                raise HistoryLost(f"{self.name} is held by a life before this one; waiting for its heartbeat to lapse")
+            # The server's own checkpoint may be older than ours (a failover that lost the tail): its place counts.
+            position = found.position
+            state, at_cursor = look(self.bus.client, keys.commands, position.cursor)
+            older = find_gap(position, state, at_cursor)
+            position = after_gap(position, state, older) if older else position
+            on_server = own_finals(self._log, self.name) if found.created else set()
+            with self._lock:
+                if not found.created:
+                    self._known.forget_answers(after=found.rev)
+                elif is_new_history(gap):
+                    self._known.forget_answers(after=-1)
+                for own_id in on_server:
+                    self._known.mark_answered(own_id, found.rev)
+                self._settle_step(found, on_server)
+                self._adopt(found, position)
+                if is_new_history(gap or older):
+                    self._suspect_to = ""
+                for item in found.pending:
+                    known = item.entry_id in self._pending or self._known.answered(item.message_id)
+                    if not known and not self._meet_again(item.message_id):
+                        self._pending[item.entry_id] = item
+                        self._recover.append(item)
+                self._dirty = True
+                found_gap = gap or older
+                if found_gap is not None:
+                    self._announce(found_gap)
 
     def renew(self) -> None:
         """The heartbeat. Raises Fenced, HistoryLost or BusError."""
-        renew(self.bus, self.name, self.owner)
+        renew(self.bus, self.name, self.owner, epoch=self.epoch, rev=self._rev)
 
     def close(self, reason: str = "stopped") -> None:
         """Commit what is finished, leave the rest pending, give the name back. Raises Fenced, HistoryLost, BusError."""
@@ -199,7 +201,7 @@ class WorkerLog:
     @property
     def careful(self) -> bool:
         """After an unclean stop: commands come one at a time, and each must be finished before the next is read."""
-        return bool(self._recover) or self._careful > 0
+        return bool(self._recover) or self._reads_carefully
 
     def read(self, *, block_ms: int | None = None) -> list[Task]:
         """The next commands to carry out; commits what was finished before.
@@ -229,10 +231,11 @@ class WorkerLog:
     def interim(self, entry_id: str, result: CommandResult) -> None:
         """Tell that a command waits; a final result follows."""
         with self._lock:
-            # It survived being carried out, so a later crash is not its fault.
-            self._attempts.pop(entry_id, None)
-            self._outgoing.append(result)
-            self._dirty = True
+            if entry_id in self._pending:
+                # It survived being carried out, so a later crash is not its fault.
+                self._attempts.pop(entry_id, None)
+                self._outgoing.append(result)
+                self._dirty = True
 
     @property
     def dirty(self) -> bool:
@@ -253,9 +256,7 @@ class WorkerLog:
                 _, unwritten = commit(self.bus, sent[0])
                 with self._lock:
                     self.unwritten += bool(unwritten)
-                    # A reopened log has dropped this step, and taken another revision.
-                    if self._in_flight is sent:
-                        self._in_flight, self._rev = None, sent[0].new_rev
+                    self._in_flight, self._rev = None, sent[0].new_rev
                 if sent[0].clean:
                     return
 
@@ -263,14 +264,59 @@ class WorkerLog:
 
     def _register(self, start: Position) -> Checkpoint | Taken:
         registration = encode_registration(self.registration)
-        return register(self.bus, self.name, self.owner, start=start, registration=registration)
+        return register(
+            self.bus,
+            self.name,
+            self.owner,
+            start=start,
+            registration=registration,
+            rev=self._top_rev + 1 if self._top_rev else 0,
+            epoch=self.epoch,
+        )
 
     def _adopt(self, found: Checkpoint, position: Position) -> None:
-        self.epoch, self._rev, self._in_flight = found.epoch, found.rev, None
-        self._position = position
+        self.epoch, self._rev, self._position = found.epoch, found.rev, position
+        self._top_rev = max(self._top_rev, found.rev)
         if self._subscription is None:
             self._subscription = Subscription(self.bus, self.bus.keys.commands, position)
         self._subscription.position = position
+
+    def _settle_step(self, found: Checkpoint, on_server: set[str]) -> None:
+        """What becomes of the step whose reply never came, now that the server has told its revision."""
+        if self._in_flight is None or found.rev == self._in_flight[0].old_rev:
+            return  # not applied yet, but it may be at any moment: it is sent again as it is
+        step, results, appends = self._in_flight
+        self._in_flight = None
+        if found.rev == step.new_rev:
+            return
+        # It can never be applied: no later revision of ours is the one that it builds on.
+        again = [result for result in results if result.command_id not in on_server]
+        for result in again:
+            if result.status.final:
+                self._known.answer(result.command_id, result)
+        self._outgoing, self._appends = [*again, *self._outgoing], [*appends, *self._appends]
+
+    def _suspects(self, found: Checkpoint) -> str:
+        """The id up to which entries may have been begun in an earlier life that ended before it put them on record.
+
+        What is read and not committed is at most one batch beyond the cursor.
+        """
+        if found.suspect_to and id_key(found.position.cursor) < id_key(found.suspect_to):
+            return found.suspect_to  # the life before went one by one, and had not come to the end of these
+        if found.clean or found.created:
+            return ""
+        newest = ""
+        for seen, (entry_id, _) in enumerate(
+            self._log.scan(self.bus.keys.commands, f"({found.position.cursor}", page=BATCH), 1
+        ):
+            newest = entry_id
+            if seen == BATCH:
+                break
+        return newest
+
+    @property
+    def _reads_carefully(self) -> bool:
+        return bool(self._suspect_to) and id_key(self._position.cursor) < id_key(self._suspect_to)
 
     def _next_step(self, clean: bool) -> tuple[Commit, list[CommandResult], list[Append]] | None:
         if not (self._dirty or clean):
@@ -280,24 +326,35 @@ class WorkerLog:
             msgspec.structs.replace(append, maxlen=self._log.maxlen(append.stream, len(append.body)))
             for append in (*results, *self._appends)
         )
+        if clean:
+            # What this life began and leaves in hand did no harm; what it did not come to stays under suspicion.
+            waiting = {item.entry_id: int(self._unclean) for item in self._recover}
+            attempts = waiting | {key: n - (key not in waiting) for key, n in self._attempts.items()}
+            self._attempts = {key: n for key, n in attempts.items() if n}
+        self._top_rev += 1
         step = Commit(
             name=self.name,
             owner=self.owner,
+            epoch=self.epoch,
             old_rev=self._rev,
-            new_rev=self._rev + 1,
+            new_rev=self._top_rev,
             position=self._position,
             pending=tuple(self._pending.values()),
             attempts=dict(self._attempts),
+            suspect_to=self._suspect_to if self._reads_carefully else "",
             appends=capped,
             clean=clean,
         )
+        for result in self._outgoing:
+            if result.status.final:
+                self._known.sent(result.command_id, step.new_rev)
         sent = (step, self._outgoing, self._appends)
         self._outgoing, self._appends, self._dirty = [], [], False
         return sent
 
     def _take_next(self, block_ms: int | None) -> None:
         assert self._subscription is not None
-        careful = self._careful > 0
+        careful = self._reads_carefully
         batch = self._subscription.read(block_ms=0 if careful else block_ms, count=1 if careful else BATCH)
         if is_new_history(batch.gap):
             raise HistoryLost(f"commands: {batch.gap.reason if batch.gap else ''}")
@@ -308,8 +365,8 @@ class WorkerLog:
             if self._position != self._subscription.position:
                 self._position = self._subscription.position
                 self._dirty = self._dirty or bool(batch.entries)
-            if careful:
-                self._careful = self._careful - 1 if batch.entries else 0
+            if careful and not batch.entries:
+                self._suspect_to = ""  # they were deleted
             if batch.gap is not None:
                 self._announce(batch.gap)
 
@@ -326,7 +383,10 @@ class WorkerLog:
             return
         lookup_id = getattr(envelope.message, "lookup_id", None)
         self._pending[entry_id] = Pending(entry_id, own_id, envelope.type, lookup_id)
-        self._ready.append(Task(entry_id, envelope, self._count_attempt(entry_id) if careful else 1))
+        attempt = 1
+        if careful:
+            attempt = self._attempts[entry_id] = 2
+        self._ready.append(Task(entry_id, envelope, attempt))
 
     def _meet_again(self, own_id: str) -> bool:
         """True when a command that comes again needs no work: it is in hand, answered, or answered from memory."""
@@ -347,28 +407,25 @@ class WorkerLog:
         with self._lock:
             self._recover.remove(item)
             self._known.begin(item.message_id)
-            tries = self._attempts.get(item.entry_id, 0)
+            # In hand and not on record: begun once, in a life that had no reason to be careful; or left in good order.
+            begun = self._attempts.get(item.entry_id, int(self._unclean))
             if fields is None or message_id(item.entry_id, fields) != item.message_id:
                 gone = HistoryLost("the command was removed from the stream before it could be carried out again")
                 self._pending.pop(item.entry_id, None)
-                self._answer(item.message_id, item.entry_id, unable(item, Status.FAILED, gone, tries + 1))
+                self._answer(item.message_id, item.entry_id, unable(item, Status.FAILED, gone, begun + 1))
                 return
-            # The life in which the entry was first taken is one crash more than the attempts counted since.
-            if self._careful and tries + 1 >= MAX_CRASHES:
-                self._refuse(item.entry_id, fields, PoisonEntry(f"the worker died {tries + 1} times on this entry"))
+            if begun >= MAX_CRASHES:
+                self._refuse(item.entry_id, fields, PoisonEntry(f"the worker died {begun} times on this entry"))
                 return
             try:
                 envelope = _command(item.entry_id, fields)
             except ProtocolError as error:
                 self._refuse(item.entry_id, fields, error)
                 return
-            attempt = self._count_attempt(item.entry_id) if self._careful else tries + 1
-            self._ready.append(Task(item.entry_id, envelope, attempt))
-
-    def _count_attempt(self, entry_id: str) -> int:
-        self._attempts[entry_id] = self._attempts.get(entry_id, 0) + 1
-        self._dirty = True
-        return self._attempts[entry_id] + 1
+            if begun:
+                self._attempts[item.entry_id] = begun + 1
+                self._dirty = True
+            self._ready.append(Task(item.entry_id, envelope, begun + 1))
 
     def _refuse(self, entry_id: str, fields: Fields, error: ProtocolError) -> None:
         """One dead letter however many workers refuse the entry, and a `rejected` result from each of them."""
@@ -386,38 +443,14 @@ class WorkerLog:
         self._queue(letter)
         self.dead_letters += 1
         item = self._pending.pop(entry_id, None) or Pending(entry_id, own_id, type_text(fields))
-        tries = self._attempts.get(entry_id, 0) + 1
-        self._answer(own_id, entry_id, unable(item, Status.REJECTED, error, tries))
+        begun = self._attempts.get(entry_id, 1)
+        self._answer(own_id, entry_id, unable(item, Status.REJECTED, error, begun))
 
     def _answer(self, own_id: str, entry_id: str, result: CommandResult) -> None:
         self._attempts.pop(entry_id, None)
         self._outgoing.append(result)
         self._known.answer(own_id, result)
         self._dirty = True
-
-    def _ids_before(self, cursor: str) -> list[str]:
-        """The ids of the newest commands up to the cursor, oldest first: late duplicates of them are not done again."""
-        room, ids = LOOK_BACK_BYTES, []
-        for entry_id, fields in self._log.scan_back(self.bus.keys.commands, cursor, page=16):
-            ids.append(message_id(entry_id, fields))
-            room -= sum(map(len, fields.values()))
-            if len(ids) >= LOOK_BACK or room < 0:
-                break
-        return ids[::-1]
-
-    def _own_results(self) -> list[str]:
-        """The commands whose final result from this worker stands in the present history."""
-        found: list[str] = []
-        for seen, (entry_id, fields) in enumerate(self._log.scan_back(self.bus.keys.results)):
-            if seen >= LOOK_BACK:
-                break
-            try:
-                message = decode_entry(entry_id, fields).message
-            except ProtocolError:
-                continue  # a stranger's: what this worker writes can be read
-            if isinstance(message, Results) and message.worker == self.name:
-                found += [result.command_id for result in message.results if result.status.final]
-        return found
 
     def _notices(self) -> Notices:
         return Notices(self.bus.keys, self.name, self.registration, self.epoch)

@@ -190,9 +190,17 @@ def test_commit_whose_reply_was_lost_is_not_written_twice(bus: Bus) -> None:
 def test_commit_on_a_revision_that_the_server_does_not_hold_is_refused(bus: Bus) -> None:
     begin(bus, "o1")
     commit(bus, step(bus, "o1", 0, 1))
-    for old, new in ((0, 2), (2, 3), (5, 6)):
+    for old, new in ((2, 3), (5, 6)):
         with pytest.raises(HistoryLost, match="revision 1"):
             commit(bus, step(bus, "o1", old, new))
+    assert count(bus, bus.keys.results) == 1
+
+
+def test_commit_that_others_have_gone_beyond_is_fenced(bus: Bus) -> None:
+    begin(bus, "o1")
+    commit(bus, step(bus, "o1", 0, 1))
+    with pytest.raises(Fenced, match="revision 1"):
+        commit(bus, step(bus, "o1", 0, 2))
     assert count(bus, bus.keys.results) == 1
 
 
