@@ -62,6 +62,7 @@ class StandIn:
         self._die = False
         self._awake = threading.Event()
         self._awake.set()
+        self._asleep = threading.Event()
         eventually(lambda: self._log.open() is None, what=f"{self.name} takes its name")
         self._thread = threading.Thread(target=self._run, name=self.name)
         self._thread.start()
@@ -69,6 +70,7 @@ class StandIn:
     def freeze(self) -> None:
         """Takes nothing and answers nothing, as a process after SIGSTOP."""
         self._awake.clear()
+        eventually(self._asleep.is_set, what=f"{self.name} is frozen")
 
     def thaw(self) -> None:
         self._awake.set()
@@ -88,7 +90,10 @@ class StandIn:
     def _run(self) -> None:
         beat_at = 0.0
         while not self._stop.is_set():
-            self._awake.wait()
+            if not self._awake.is_set():
+                self._asleep.set()
+                self._awake.wait()
+                self._asleep.clear()
             try:
                 if time.monotonic() - beat_at > self._bus.settings.heartbeat_ms / 1000:
                     self._log.renew()

@@ -7,10 +7,11 @@ from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
 
-from kvbus.errors import InvalidMessage
+from kvbus.errors import InvalidMessage, OverLimit
 from kvbus.facade.errors import Refused
 from kvbus.protocol.codec import from_plain, parse_json_object
 from kvbus.protocol.commands import KNOWN_TIERS, Command
+from kvbus.protocol.limits import MAX_HASHES
 
 MAX_BODY = 4 * 1024 * 1024
 """Bytes of a request's body: 65,536 hashes of 64 bits take 1.4 MB as text."""
@@ -74,6 +75,8 @@ def _check_texts(plain: Mapping[str, Any], name: str) -> None:
     value = plain[name]
     if not isinstance(value, list):
         raise InvalidMessage(f"{name} must be a list of texts, not {_kind(value)}")
+    if len(value) > MAX_HASHES:
+        raise OverLimit(f"{name} has {len(value):,} items; the limit is {MAX_HASHES:,}", hint="Split the command.")
     for place, item in enumerate(value):
         if not isinstance(item, str):
             raise InvalidMessage(f"{name}[{place}] must be a text, not {_kind(item)}")

@@ -47,12 +47,12 @@ async def workers(request: Request) -> Response:
     "/memory/events",
     responses={
         **answers(CommandReply, "", 400, 503),
-        200: {"description": "Server-sent events.", "content": {"text/event-stream": {"schema": {"type": "string"}}}},
+        200: {"description": "Server-sent events.", "content": {"text/event-stream": {}}},
     },
 )
 async def events(
     request: Request,
-    last_event_id: Annotated[str | None, Header(pattern=ENTRY_ID)] = None,
+    last_event_id: Annotated[str, Header(pattern=f"^$|{ENTRY_ID}")] = "",
     start: Annotated[str, Query(pattern=f"{ENTRY_ID}|^(start|end)$", description="Where to begin.")] = "end",
     seconds: Annotated[float | None, Query(ge=0, le=MAX_STREAM_S, description="End the stream after so long.")] = None,
 ) -> Response:
