@@ -139,10 +139,13 @@ class Answers:
         """Stop following, and wait for the thread."""
         self._stop.set()
         thread, subscription = self._thread, self._subscription
-        if subscription is not None:
+        if thread is None or subscription is None or thread is threading.current_thread():
+            return
+        deadline = time.monotonic() + (self.bus.settings.block_ms + self.bus.settings.reply_timeout_ms) / 1000 + 1
+        while thread.is_alive() and time.monotonic() < deadline:
+            # Again and again: an interruption just before the thread begins to wait would be lost.
             subscription.interrupt()
-        if thread is not None and thread is not threading.current_thread():
-            thread.join((self.bus.settings.block_ms + self.bus.settings.reply_timeout_ms) / 1000 + 1)
+            thread.join(0.02)
 
     def expect(self, command_id: str) -> None:
         """Keep this command's answers from now on, before anyone knows who will give them."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import socket
 import threading
 import time
 import weakref
@@ -319,8 +320,13 @@ class Bus:
             else [client.connection_pool]
         )
         for pool in pools:
-            with contextlib.suppress(redis.RedisError, OSError):
-                pool.disconnect()
+            # Not pool.disconnect(): it takes the socket away from under the thread that waits on it, whose call then
+            # fails with TypeError or whatever its parser trips over. A socket that is shut down reads as ended.
+            for connection in list(getattr(pool, "_in_use_connections", ())):
+                waiting = getattr(connection, "_sock", None)
+                if waiting is not None:
+                    with contextlib.suppress(OSError):
+                        waiting.shutdown(socket.SHUT_RDWR)
 
     def discard(self, client: Client) -> None:
         """Close a client that `blocking_client` made."""
