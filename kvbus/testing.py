@@ -20,7 +20,7 @@ from kvbus.errors import BusError, MissingExtra
 from kvbus.protocol.codec import Envelope
 from kvbus.protocol.results import CommandResult, Counts, Status
 from kvbus.settings import Settings
-from kvbus.streams.connection import Bus, fake_client
+from kvbus.streams.connection import Bus
 from kvbus.streams.keys import worker_name
 from kvbus.streams.registry import Registration
 from kvbus.streams.worker_log import WorkerLog
@@ -32,11 +32,13 @@ Carry = Callable[[Envelope], CommandResult]
 def fake_bus(namespace: str | None = None, **settings: object) -> Bus:
     """A bus on a server in memory, empty, of this caller's own. settings: any of kvbus.settings.Settings."""
     try:
-        client = fake_client()
+        import fakeredis
+        import lupa  # noqa: F401 - fakeredis tells too late that it cannot run scripts
     except ImportError as error:
         raise MissingExtra(
             f"kvbus.testing needs fakeredis with Lua: {error}", hint="pip install 'fakeredis[lua]'"
         ) from None
+    client = fakeredis.FakeRedis(server=fakeredis.FakeServer(), version=(7, 0), protocol=2)
     values = {"block_ms": 100, **settings, "namespace": namespace or f"test-{uuid.uuid4().hex[:12]}"}
     return Bus(Settings(**values), client=client)  # type: ignore[arg-type]
 

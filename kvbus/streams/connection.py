@@ -186,14 +186,6 @@ class Script:
         return int(getattr(client, "connection_pool", None) in self._without_flags) if self._without_flags else 0
 
 
-def fake_client() -> Client:
-    """A client of a server in memory, of its own. Raises ImportError without fakeredis[lua]."""
-    import fakeredis
-    import lupa  # noqa: F401 - fakeredis tells too late that it cannot run scripts
-
-    return fakeredis.FakeRedis(server=fakeredis.FakeServer(), version=(7, 0), protocol=2)
-
-
 class ServerClock:
     """The server's time, carried on with this process's monotonic clock: a wrong wall clock does no harm."""
 
