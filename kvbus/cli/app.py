@@ -11,7 +11,7 @@ import typer
 from kvbus import __version__
 from kvbus.cli.common import COMMON_OPTIONS, Common
 
-COMMANDS = ("tail", "send", "workers", "serve", "errors")
+COMMANDS = ("tail", "send", "workers", "lag", "doctor", "top", "explain", "record", "dead", "admin", "serve", "errors")
 """Modules of kvbus.cli, in the order of `kvbus --help`; each has `register(app)`."""
 SUB_APPS = ("memory", "spec")
 """Modules of kvbus.cli that bring an `app` of their own, shown under their name."""

@@ -6,6 +6,7 @@ import functools
 import inspect
 import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -204,6 +205,24 @@ def ended_by_signal() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def stopped_by_signal() -> Iterator[threading.Event]:
+    """An event that Ctrl-C or SIGTERM sets: what runs in the block ends in good order. A second one breaks it off."""
+    stop = threading.Event()
+
+    def set_or_break(number: int, frame: object) -> None:
+        if stop.is_set():
+            raise KeyboardInterrupt
+        stop.set()
+
+    before = {number: signal.signal(number, set_or_break) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def read_text(path: str) -> str:

@@ -16,6 +16,8 @@ T = TypeVar("T")
 
 Cell = str | int | float | bool | Text | None
 
+PIPE_WIDTH = 200
+
 _encoder = msgspec.json.Encoder()
 
 
@@ -57,7 +59,9 @@ class Output:
     def console(self) -> Console:
         """stdout, for people."""
         if self._console is None:
-            self._console = Console(file=sys.stdout, soft_wrap=False, highlight=False, emoji=False)
+            # A table in a file or a pipe has no terminal whose width it must keep to.
+            width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else PIPE_WIDTH
+            self._console = Console(file=sys.stdout, width=width, soft_wrap=False, highlight=False, emoji=False)
         return self._console
 
     @property
@@ -102,16 +106,20 @@ class Output:
 
 
 def make_table(rows: Iterable[T], columns: Sequence[Column[T]]) -> Table:
+    """A table; a column in which no row has anything to say is left out."""
+    cells = [[_cell(column.show(row)) for column in columns] for row in rows]
+    shown = [place for place in range(len(columns)) if any(row[place].plain not in ("", "-") for row in cells)]
     table = Table(box=None, pad_edge=False, header_style="bold", show_edge=False)
-    for column in columns:
+    for place in shown:
+        column = columns[place]
         table.add_column(
             column.title,
             justify="right" if column.right else "left",
             no_wrap=not column.wrap,
-            overflow="fold" if column.wrap else "ellipsis",
+            overflow="fold",
         )
-    for row in rows:
-        table.add_row(*(_cell(column.show(row)) for column in columns))
+    for row in cells:
+        table.add_row(*(row[place] for place in shown))
     return table
 
 

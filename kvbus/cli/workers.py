@@ -14,10 +14,10 @@ WORKER_COLUMNS: list[Column[WorkerView]] = [
     Column("alive", lambda w: styled("yes", "green") if w.alive else styled("no", "red")),
     Column("model", lambda w: w.registration.model),
     Column("rank", lambda w: f"{w.registration.rank} of {w.registration.world_size}"),
-    Column("tiers", lambda w: ", ".join(w.registration.tiers)),
+    Column("tiers", lambda w: ", ".join(w.registration.tiers), wrap=True),
     Column("up for", lambda w: span_text(w.age_ms) if w.age_ms is not None and w.alive else None),
-    Column("versions", lambda w: _versions(w)),
-    Column("process", lambda w: f"{w.registration.host}:{w.registration.pid}"),
+    Column("versions", lambda w: _versions(w), wrap=True),
+    Column("process", lambda w: f"{w.registration.host}:{w.registration.pid}", wrap=True),
 ]
 PUBLISHER_COLUMNS: list[Column[PublisherView]] = [
     Column("publisher", lambda p: styled(p.name, "bold" if p.alive else "dim")),

@@ -65,7 +65,7 @@ def clock_text(moment_ms: int) -> str:
 def span_text(milliseconds: float) -> str:
     """A duration for people: 12 ms, 3.4 s, 5 min, 2.1 h, 3.0 d."""
     if milliseconds < 1_000:
-        return f"{milliseconds:.0f} ms"
+        return f"{milliseconds:.0f} ms" if milliseconds >= 10 or not milliseconds else f"{milliseconds:.1f} ms"
     for unit, size in (("s", 1_000), ("min", 60_000), ("h", 3_600_000)):
         if milliseconds < 100 * size or (unit == "h" and milliseconds < 48 * size):
             return f"{milliseconds / size:.1f} {unit}"
