@@ -97,6 +97,7 @@ class Worker:
         self.engine = engine
         self._on_fenced = on_fenced
         self._opened = threading.Event()
+        self._fence_lock = threading.Lock()
         self._history_lost = False
         self._stuck = False
         self._limited = RateLimitedLog(_log)
@@ -211,12 +212,17 @@ class Worker:
         self._executor.retry()
 
     def _fence(self, error: Fenced) -> None:
-        self.state = WorkerState.FENCED
+        with self._fence_lock:
+            if self.state is WorkerState.FENCED:
+                return  # the other thread has found it out, too
+            self.state = WorkerState.FENCED
         self._stop.set()
         self._wake.set()
         self.counters.add("fenced")
         _log.error("worker %s stops: %s. %s", self.name, error, error.hint)
         self._executor.stop(0)
+        if self._owns_bus:
+            self._bus.close()
         if self._on_fenced is not None:
             self._on_fenced()
 
