@@ -119,6 +119,7 @@ class LMCacheEngineAdapter:
         disk_bytes = sum(entry.size for entry in entries)
         with self._ledger.guard:
             holds, loads = self._ledger.counts
+            held_bytes = self._ledger.held_bytes
         return EngineUsage(
             pool_objects=pool.num_active_allocations if pool is not None else 0,
             pool_bytes=size - pool.address_manager.get_free_size() if pool is not None else 0,
@@ -137,6 +138,7 @@ class LMCacheEngineAdapter:
             disk_locked=disk is not None and disk.disk_lock.locked(),
             session_holds=holds,
             session_loads=loads,
+            session_bytes=held_bytes,
         )
 
 

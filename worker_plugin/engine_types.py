@@ -60,6 +60,7 @@ class EngineUsage(msgspec.Struct, frozen=True, kw_only=True):
 
     pool_*: LMCache's DDR pool. cached_*: what its DDR index names. extra_refs: references on cached objects beyond the
     index's own. disk_drift: bytes by which the SSD backend's own size differs from the sum of its files' sizes.
+    session_*: what running prefetches hold, are reading, and have set aside.
     """
 
     pool_objects: int
@@ -79,6 +80,7 @@ class EngineUsage(msgspec.Struct, frozen=True, kw_only=True):
     disk_locked: bool
     session_holds: int
     session_loads: int
+    session_bytes: int
 
     @property
     def clean(self) -> bool:
@@ -95,6 +97,7 @@ class EngineUsage(msgspec.Struct, frozen=True, kw_only=True):
                 self.disk_locked,
                 self.session_holds,
                 self.session_loads,
+                self.session_bytes,
             )
         )
 

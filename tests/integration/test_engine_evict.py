@@ -36,6 +36,14 @@ def test_evict_removes_from_both_tiers_and_mends_the_accounting(engine: EngineUn
     assert (usage.pool_bytes, usage.disk_bytes, engine.disk.current_cache_size, files(engine)) == (0, 0, 0, [])
 
 
+def test_every_removal_mends_the_accounting_by_itself(engine: EngineUnderTest) -> None:
+    text = engine.stored(1, 40)
+    engine.adapter.evict(text.hashes[:20])  # this one may reconcile the whole tier, the next ones come too soon for it
+    for chunk in text.hashes[20:]:
+        engine.adapter.evict([chunk])
+        engine.assert_clean()
+
+
 @pytest.mark.parametrize(("locations", "left"), [((CPU_TIER,), (DISK_TIER,)), ((DISK_TIER,), (CPU_TIER,))])
 def test_locations_limit_what_is_removed(
     engine: EngineUnderTest, locations: tuple[str, ...], left: tuple[str, ...]
@@ -180,6 +188,7 @@ def test_chunks_that_a_prefetch_holds_are_evicted_at_once(engine: EngineUnderTes
         assert count(engine.adapter.evict(text.hashes[:3])) == {"evicted": 3}
         usage = engine.adapter.usage()
         assert (usage.pool_objects, usage.session_holds) == (1, 1)
+        assert usage.session_bytes == engine.config.chunk_bytes
         assert str(session.load(text.hashes[0]).outcome) == "missing"
     engine.assert_clean()
     assert engine.tiers(text.hashes[3]) == (CPU_TIER, DISK_TIER)

@@ -94,12 +94,13 @@ def test_a_session_takes_no_more_than_its_share(make_engine: MakeEngine) -> None
     engine.assert_clean()
 
 
-def test_a_session_keeps_its_chunks_while_the_engine_stores(make_engine: MakeEngine) -> None:
+@pytest.mark.parametrize("outcome", ["loaded", "resident"])
+def test_a_session_keeps_its_chunks_while_the_engine_stores(make_engine: MakeEngine, outcome: str) -> None:
     engine = make_engine(cpu_gb=0.001)
     chunks = engine.adapter.usage().pool_size // engine.config.chunk_bytes
-    text = engine.on_disk(1, chunks // 2)
+    text = engine.stored(1, chunks // 2) if outcome == "resident" else engine.on_disk(1, chunks // 2)
     with engine.adapter.prefetching() as session:
-        assert count([session.load(chunk) for chunk in text.hashes]) == {"loaded": chunks // 2}
+        assert count([session.load(chunk) for chunk in text.hashes]) == {outcome: chunks // 2}
         for number in range(2, 6):
             engine.stored(number, chunks // 2 - 1)
         assert all(CPU_TIER in engine.tiers(chunk) for chunk in text.hashes)

@@ -18,7 +18,7 @@ from worker_plugin.lmcache_access import CPU_TIER
 if TYPE_CHECKING:
     from tests.integration.engines import EngineUnderTest, Text
 
-SECONDS = 4.0
+SECONDS = 2.5
 TEXTS, CHUNKS = 12, 12  # more than DDR holds
 
 
@@ -97,7 +97,7 @@ class Traffic:
         cpu_engine.wait_stored()
 
 
-@pytest.mark.parametrize("policy", ["LRU", "FIFO"])
+@pytest.mark.parametrize("policy", ["LRU", "LFU", "FIFO", "MRU"])
 def test_prefetch_and_evict_next_to_traffic(make_engine: MakeEngine, policy: str) -> None:
     engine = make_engine(cpu_gb=0.0015, cache_policy=policy, max_share=0.4)
     traffic = Traffic(engine)
