@@ -51,6 +51,7 @@ class Buffer:
     def put(self, finished: FinishedRequest) -> bool:
         """Take it, or refuse it. A refused one has used up its number, so that readers of the stream see a hole."""
         size = _size_of(finished)
+        at = time.monotonic()
         with self._lock:
             if self._closed:
                 self.dropped_closed += 1
@@ -65,7 +66,7 @@ class Buffer:
                 return False
             self._added += 1
             self._added_bytes += size
-            self._queue.put(Waiting(seq, time.monotonic(), finished, size))
+            self._queue.put(Waiting(seq, at, finished, size))
         return True
 
     def take(self, limit: int, timeout_s: float = 0.0, linger_s: float = 0.0) -> list[Waiting]:
@@ -127,7 +128,13 @@ def _size_of(finished: FinishedRequest) -> int:
         size += _BYTES_HASH * len(finished.chunk_hashes)
     else:  # the callable holds the tokens
         size += _BYTES_TOKEN * (finished.prompt_tokens + finished.output_tokens)
-    return size + _size_of_context(finished.context) if finished.context else size
+    context = finished.context
+    if context:
+        for value in context.values():
+            if type(value) is not str:
+                return size + _size_of_context(context)
+            size += 120 + len(value)
+    return size
 
 
 def _size_of_context(context: Mapping[str, Any]) -> int:

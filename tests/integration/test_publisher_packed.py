@@ -19,6 +19,7 @@ from tests.servers import RealServer, Server
 ENTRIES: list[Fields] = [
     {b"v": b"1", b"body": bytes(range(256)) * 400},
     {b"\r\n": b"\r\n$5\r\n"},
+    {b"%d%": b"%b", b"%%": b"%"},
     {b"empty": b"", b"": b"nameless"},
     {b"n": b"x" * 1_500_000},
     *({b"n": b"%d" % number} for number in range(300)),
