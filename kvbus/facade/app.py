@@ -47,7 +47,6 @@ def create_app(settings: Settings | None = None, bus: Bus | None = None) -> Fast
         description="Prefetch and evict KV chunks on every LMCache worker, over a Redis stream.",
         version=kvbus.__version__,
         lifespan=lifespan,
-        root_path=chosen.rest_root_path,
         redoc_url=None,
     )
     app.include_router(commands.router)
@@ -57,7 +56,7 @@ def create_app(settings: Settings | None = None, bus: Bus | None = None) -> Fast
     app.add_exception_handler(RequestValidationError, _on_invalid)
     app.add_exception_handler(HTTPException, _on_http)
     app.add_exception_handler(Exception, _on_bug)
-    app.add_middleware(Guard, token=chosen.rest_token, metrics=metrics)
+    app.add_middleware(Guard, token=chosen.rest_token, root_path=chosen.rest_root_path, metrics=metrics)
     app.openapi = _document_once(app, secured=chosen.rest_token is not None)  # type: ignore[method-assign]
     return app
 

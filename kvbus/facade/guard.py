@@ -37,10 +37,11 @@ class AccessLine(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Guard:
-    """ASGI middleware. token: None lets everyone in."""
+    """ASGI middleware. token: None lets everyone in. root_path: where a proxy has put us, "" for nowhere."""
 
-    def __init__(self, app: ASGIApp, *, token: str | None, metrics: Metrics) -> None:
+    def __init__(self, app: ASGIApp, *, token: str | None, root_path: str, metrics: Metrics) -> None:
         self._app = app
+        self._root = f"/{root_path.strip('/')}" if root_path.strip("/") else ""
         self._expected = f"Bearer {token}".encode() if token is not None else None
         self._metrics = metrics
 
@@ -53,6 +54,11 @@ class Guard:
         given = headers.get(b"x-request-id", b"").decode("latin-1")
         request_id = given if _REQUEST_ID.fullmatch(given) else os.urandom(8).hex()
         state = scope.setdefault("state", {})
+        if self._root:
+            # Proxies may or may not strip the prefix; ASGI wants it in both.
+            whole = scope["path"] == self._root or scope["path"].startswith(f"{self._root}/")
+            scope["path"] = scope["path"] if whole else self._root + scope["path"]
+            scope["root_path"] = self._root
 
         async def note(message: Message) -> None:
             nonlocal status
@@ -99,7 +105,7 @@ class Guard:
             # A page of a stranger, open in a browser that can reach us, could otherwise post commands.
             error = ErrorReply(error="requests from other sites' pages are refused", code="forbidden")
             return reply(error, 403)
-        if self._expected is None or _own_path(scope) in OPEN_PATHS:
+        if self._expected is None or scope["path"].removeprefix(self._root) in OPEN_PATHS:
             return None
         if hmac.compare_digest(headers.get(b"authorization", b""), self._expected):
             return None
@@ -109,12 +115,6 @@ class Guard:
             hint="Send the header `Authorization: Bearer <token>` with the token of KVBUS_REST_TOKEN.",
         )
         return reply(error, 401, {"www-authenticate": "Bearer"})
-
-
-def _own_path(scope: Scope) -> str:
-    path: str = scope["path"]
-    root: str = scope.get("root_path", "")
-    return path.removeprefix(root) if root and path.startswith(f"{root}/") else path
 
 
 def _route(scope: Scope) -> str:

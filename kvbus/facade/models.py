@@ -116,7 +116,7 @@ class FailuresReply(Model, frozen=True):
 
 
 class WorkerInfo(Model, frozen=True):
-    """A registered worker, as it tells of itself."""
+    """A registered worker, as it tells of itself. stuck: a call into its engine does not return."""
 
     name: str
     alive: bool
@@ -124,6 +124,7 @@ class WorkerInfo(Model, frozen=True):
     rank: int
     world_size: int
     stores: bool
+    stuck: bool
     model: str
     chunk_size: int
     hash_fingerprint: str

@@ -114,8 +114,10 @@ class Observer:
 
 def _check_workers(seen: Seen) -> Check:
     alive = [member.name for member in seen.members if member.alive]
+    stuck = [member.name for member in seen.members if member.alive and member.registration.stuck]
     if alive:
-        return Check(ok=True, detail=f"alive: {', '.join(alive)}")
+        told = f"; with an engine that does not return: {', '.join(stuck)}" if stuck else ""
+        return Check(ok=len(stuck) < len(alive), detail=f"alive: {', '.join(alive)}{told}")
     registered = ", ".join(member.name for member in seen.members) or "none"
     return Check(ok=False, detail=f"none is alive (registered: {registered})")
 

@@ -83,9 +83,16 @@ class Facade:
             await asyncio.sleep(0.1)
 
     async def wait(self, handle: AsyncHandle, seconds: float, *, final: bool = False) -> CommandState:
-        """Until every live worker has answered (final: for good), or the time is over. Raises Stopped."""
-        until = (lambda state: state.settled) if final else replies.answered
-        waiting = asyncio.ensure_future(handle.wait(seconds, until=until))
+        """Until every live worker has answered (final: for good), or the time is over. Raises Stopped.
+
+        A worker whose engine is stuck is not waited for.
+        """
+        stuck = replies.stuck_names(handle.members)
+
+        def reached(state: CommandState) -> bool:
+            return stuck.issuperset(state.waiting) if final else replies.answered(state, stuck)
+
+        waiting = asyncio.ensure_future(handle.wait(seconds, until=reached))
         stopping = asyncio.ensure_future(self.stopping.wait())
         try:
             await asyncio.wait((waiting, stopping), return_when=asyncio.FIRST_COMPLETED)
