@@ -19,6 +19,7 @@ from enum import StrEnum
 import msgspec
 
 from kvbus.errors import ConfigError, InvalidMessage
+from kvbus.memory.chains import Chain, KnownChains, chain_arguments
 from kvbus.memory.config import MemoryConfig, load_config
 from kvbus.protocol.commands import Tags, Target
 from kvbus.protocol.events import RequestFinished, WorkerGap, WorkerStarted
@@ -32,9 +33,6 @@ from kvbus.streams.ledger_store import (
     LedgerStore,
     Packed,
     StoredSession,
-    encode_tags,
-    pack,
-    space_of,
     unpack,
 )
 from kvbus.streams.position import Position
@@ -108,6 +106,7 @@ class Ledger:
         self.bus = bus
         self.config = config or load_config(settings=bus.settings)
         self.store = LedgerStore(bus)
+        self._chains = KnownChains()
 
     # -- what a memory system says -----------------------------------------------------------------------------
 
@@ -132,7 +131,7 @@ class Ledger:
         if not request_id or not (session or hashes):
             raise InvalidMessage("a request needs an id, and a session or chunk_hashes")
         values: dict[str, Argument] = {"request": _name("request_id", request_id)}
-        values |= _who(session, intent, tenant) | self._chain(hashes, tags)
+        values |= _who(session, intent, tenant) | chain_arguments(hashes, tags)
         answer = self._step("begin", values)
         self._refuse_foreign(answer, session)
         return answer.status == "BEGUN"
@@ -181,10 +180,16 @@ class Ledger:
             "request": event.request_id,
             "external": event.external_id or "",
             "debug": int(self.config.kvcache_debug_enabled),
+            "changes": int(bool(event.chunk_hashes)),
             **_who(*(_context(event, name) for name in ("session", "intent", "tenant")), strict=False),
-            **self._chain(event.chunk_hashes, event.tags),
         }
-        answer = self._step("turn", values, position)
+        session, chain = str(values["session"]), Chain.of(event)
+        known = self._chains.get(session)
+        answer = self._step("turn", values | chain.arguments(after=known), position)
+        if answer.status == "WHOLE":
+            answer = self._step("turn", values | chain.arguments(), position)
+        if chain.hashes:
+            self._chains.keep(session, chain)
         status = TurnStatus(answer.status)
         if status is not TurnStatus.TAKEN:
             missed, session = (answer.number(0), answer.rest[1].decode()) if answer.rest else (0, "")
@@ -293,15 +298,6 @@ class Ledger:
             "evict": Form.of(issuer=ISSUER, ttl_ms=evict_ttl, locations=config.evict_locations, target=target),
             "demote": Form.of(issuer=ISSUER, ttl_ms=evict_ttl, locations=(config.ddr_tier,), target=target),
             "prefetch": Form.of(issuer=ISSUER, ttl_ms=prefetch_ttl, sources=config.prefetch_sources, target=target),
-        }
-
-    def _chain(self, hashes: tuple[ChunkHash, ...], tags: Tags) -> dict[str, Argument]:
-        packed = pack(hashes)
-        return {
-            "packed": packed.data,
-            "width": packed.width,
-            "space": space_of(tags),
-            "tags": encode_tags(tags),
         }
 
     def _must_be_on(self) -> None:

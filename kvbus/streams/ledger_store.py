@@ -9,6 +9,8 @@ from __future__ import annotations
 import functools
 import os
 import struct
+import sys
+from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import resources
 
@@ -40,12 +42,13 @@ class Packed(msgspec.Struct, frozen=True):
 
 
 def pack(hashes: Sequence[ChunkHash]) -> Packed:
-    """Each hash once, at its first place."""
-    unique = tuple(dict.fromkeys(hashes))
     try:
-        return Packed(8, struct.pack(f">{len(unique)}q", *unique))
-    except struct.error:
-        return Packed(33, b"".join(bytes([len(raw := _raw(item))]) + raw.ljust(32, b"\0") for item in unique))
+        numbers = array("q", hashes)  # type: ignore[type-var]  # what is no number is told by the error
+    except (OverflowError, TypeError):
+        return Packed(33, b"".join(bytes([len(raw := _raw(item))]) + raw.ljust(32, b"\0") for item in hashes))
+    if sys.byteorder == "little":
+        numbers.byteswap()
+    return Packed(8, numbers.tobytes())
 
 
 def unpack(packed: Packed) -> tuple[ChunkHash, ...]:

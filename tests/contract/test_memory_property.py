@@ -8,6 +8,7 @@ import pytest
 
 from kvbus.errors import BusUnavailable
 from kvbus.memory import MemoryConfig, MemoryService
+from kvbus.memory.chains import KnownChains
 from kvbus.protocol import Evict
 from kvbus.protocol.codec import decode_entry
 from kvbus.protocol.events import RequestFinished
@@ -45,6 +46,8 @@ class History:
     def _process(self) -> MemoryService:
         service = MemoryService(self.bus, self.config, start="start")
         service.ledger.store = LossyStore(self.bus, lambda: self.rng.random() if self.lossy else 1.0)
+        # Chains as short as these are sent whole as a rule: here the shortened form is to be tried as well.
+        service.ledger._chains = KnownChains(short=1, keep_hashes=200)
         service._swept_at = service._told_at = float("inf")
         return service
 

@@ -5,14 +5,14 @@ local function intent_key(tenant, intent) return P .. 'intent:' .. #tenant .. ':
 
 local function load_session(id)
   local v = call('HMGET', P .. 'session:' .. id, 'tenant', 'intent', 'space', 'tags', 'width', 'running', 'resident',
-    'closing', 'length')
+    'closing', 'length', 'mark')
   if not v[1] then return nil end
-  return {id = id, tenant = v[1], intent = v[2], space = v[3], tags = v[4], width = tonumber(v[5]),
+  return {id = id, mark = v[10] or '', tenant = v[1], intent = v[2], space = v[3], tags = v[4], width = tonumber(v[5]),
     running = tonumber(v[6]), resident = tonumber(v[7]), closing = v[8] == '1', length = tonumber(v[9])}
 end
 
 local function new_session(id, tenant, intent)
-  return {id = id, tenant = tenant, intent = intent, space = '', tags = '', width = 8, running = 0, resident = 0,
+  return {id = id, mark = '', tenant = tenant, intent = intent, space = '', tags = '', width = 8, running = 0, resident = 0,
     closing = false, length = 0, new = true}
 end
 
@@ -21,7 +21,8 @@ local function chain_of(s) return call('GET', P .. 'chain:' .. s.id) or '' end
 local function save_session(s)
   local key = P .. 'session:' .. s.id
   write('HSET', key, 'tenant', s.tenant, 'intent', s.intent, 'space', s.space, 'tags', s.tags, 'width', s.width,
-    'running', s.running, 'resident', s.resident, 'closing', s.closing and '1' or '0', 'length', s.length)
+    'running', s.running, 'resident', s.resident, 'closing', s.closing and '1' or '0', 'length', s.length,
+    'mark', s.mark)
   if s.new then write('HSET', key, 'since', now, 'turns', 0) end
 end
 
@@ -68,31 +69,40 @@ local function let_go(s, packed, first, last, residents)
   end
 end
 
--- The session's chain becomes `packed`. All of it has just been in use, so all of it is taken for resident.
-local function set_chain(s, packed, width, space, tags)
-  local key, n, common = P .. 'chain:' .. s.id, #packed / width, 0
-  local same = s.width == width and s.space == space
-  if same then common = in_common(key, packed, width, math.min(s.length, n)) end
+-- The session's chain becomes the one of `new`: {packed, width, space, tags, from, mark}; `packed` holds what comes
+-- behind the first `from` chunks, which are known to be those of the old one. All of it has just been in use, so all
+-- of it is taken for resident.
+local function set_chain(s, new)
+  local key, width, common = P .. 'chain:' .. s.id, new.width, new.from
+  local added = #new.packed / width
+  local n = common + added
+  if common == 0 and s.width == width and s.space == new.space then
+    common = in_common(key, new.packed, width, math.min(s.length, n))
+  end
+  local behind = common - new.from
   if s.length > common then
-    local old = call('GETRANGE', key, common * s.width, -1)
-    let_go(s, old, 1, s.length - common, s.resident - common)
+    let_go(s, call('GETRANGE', key, common * s.width, -1), 1, s.length - common, s.resident - common)
   end
   local residents = budget > 0 and n or 0
-  for i = math.min(s.resident, common) + 1, math.min(residents, common) do
-    change(space, tags, at(packed, width, i), 0, 1)
+  local low, high = math.min(s.resident, common), math.min(residents, common)
+  if low ~= high then
+    local first, last = math.min(low, high) + 1, math.max(low, high)
+    local part = call('GETRANGE', key, (first - 1) * width, last * width - 1)
+    for i = 1, last - first + 1 do change(new.space, new.tags, at(part, width, i), 0, high > low and 1 or -1) end
   end
-  for i = residents + 1, math.min(s.resident, common) do change(space, tags, at(packed, width, i), 0, -1) end
-  change_all(space, tags, width, packed, common + 1, n, 1, residents)
+  change_all(new.space, new.tags, width, new.packed, behind + 1, added, 1, residents > 0 and added or 0)
   if common > 0 and n >= s.length then
-    if n > common then write('SETRANGE', key, common * width, string.sub(packed, common * width + 1)) end
+    if added > behind then write('SETRANGE', key, common * width, string.sub(new.packed, behind * width + 1)) end
+  elseif new.from > 0 then
+    write('SET', key, call('GETRANGE', key, 0, new.from * width - 1) .. new.packed)
   elseif n > 0 then
-    write('SET', key, packed)
+    write('SET', key, new.packed)
   else
     write('DEL', key)
   end
   count_tenant(s, n - s.length)
   s.before, s.common = s.length, common
-  s.space, s.tags, s.width, s.length, s.resident = space, tags, width, n, residents
+  s.space, s.tags, s.width, s.length, s.resident, s.mark = new.space, new.tags, width, n, residents, new.mark
   if residents == 0 then write('ZREM', P .. 'resident', s.id) end
 end
 
@@ -121,7 +131,7 @@ local function close_session(s)
     empty_limbo(s)
     forget(s)
   else
-    s.closing, s.length, s.resident = true, 0, 0
+    s.closing, s.length, s.resident, s.mark = true, 0, 0, ''
     write('DEL', P .. 'chain:' .. s.id)
     save_session(s)
   end

@@ -38,6 +38,8 @@ local function answer(status, ...) return {status, issued, ...} end
 
 local steps = {}
 
+-- `packed` may hold only what follows the first `from` chunks of the chain that the event `base` brought. If that is
+-- not the chain that the session has, nothing is done, and the whole chain is asked for.
 function steps.turn()
   if not take_entry() then return answer('REPEAT') end
   local fresh, hole = take_seq()
@@ -50,6 +52,7 @@ function steps.turn()
   local tenant = request and request.session ~= '' and request.tenant or A.tenant
   local intent = request and request.intent ~= '' and request.intent or A.intent
   local s = id ~= '' and load_session(id) or nil
+  if A.from ~= '0' and (not s or s.closing or s.mark ~= A.base or s.width ~= tonumber(A.width)) then return answer('WHOLE') end
   local own = request and request.session == id and s or nil
   local status, before = 'TURN', ''
   if s and s.tenant ~= tenant then
@@ -69,7 +72,10 @@ function steps.turn()
     set_intent(s, intent)
     if A.debug == '1' then before = chain_of(s) end
     local before_width = s.width
-    if A.packed ~= '' then set_chain(s, A.packed, tonumber(A.width), A.space, A.tags) end
+    if A.changes == '1' then
+      set_chain(s, {packed = A.packed, width = tonumber(A.width), space = A.space, tags = A.tags,
+        from = tonumber(A.from), mark = A.mark})
+    end
     save_session(s)
     write('HINCRBY', P .. 'session:' .. id, 'turns', 1)
     touch(s)
