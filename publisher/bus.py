@@ -47,12 +47,15 @@ class EventBus(Protocol):
     def now_ms(self) -> int:
         """Server time, as far as it is known; asks nobody."""
 
+    def interrupt(self) -> None:
+        """From any thread: a call that waits for the server fails at once."""
+
     def close(self) -> None:
-        """From any thread: a call that waits for the server ends with BusUnavailable."""
+        """Close the connections; a later call opens new ones."""
 
 
 class StreamsBus:
-    """EventBus on a Redis or Valkey server."""
+    """EventBus on a Redis or Valkey server. Raises ConfigError for a URL that cannot be used."""
 
     def __init__(
         self, settings: Settings, name: str, instance: str, model: str = "", hash_fingerprint: str = ""
@@ -62,6 +65,8 @@ class StreamsBus:
         self._owner = os.urandom(16).hex()
         self._bus = Bus(settings, client_name="kvbus-publisher")
         self._log = Log(self._bus)
+        if "cluster" not in settings.redis_url.partition("://")[0]:  # a cluster's client would connect
+            self._bus.client  # noqa: B018  # a URL that can never work is told here, not in the thread's log
         self._model = model
         self._hash_fingerprint = hash_fingerprint
 
@@ -92,6 +97,7 @@ class StreamsBus:
         self._log.append_batch(self._bus.keys.events, entries, meanwhile=meanwhile)
 
     def write_stats(self, counters: Mapping[str, int | float]) -> None:
+        self._bus.check_role(self._bus.client)  # a master that was left behind takes writes, too
         write_stats(self._bus, self._name, counters)
 
     def retire(self, epoch: int, next_seq: int) -> None:
@@ -99,6 +105,9 @@ class StreamsBus:
 
     def now_ms(self) -> int:
         return self._bus.clock.now_ms()
+
+    def interrupt(self) -> None:
+        self._bus.interrupt(self._bus.client)
 
     def close(self) -> None:
         self._bus.close()

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from kvbus.errors import BusError, BusFull, ProtocolError
+from kvbus.errors import BusError, BusFull, KVBusError, ProtocolError
 from kvbus.metrics import Counters, RateLimitedLog
 from kvbus.settings import Settings
 from publisher.buffer import Buffer, Waiting
@@ -67,7 +67,7 @@ class Drain:
         self._beat_at = self._stats_at = 0.0
         self._stopping = threading.Event()
         self._interrupted = False
-        self._deadline = float("inf")
+        self._deadline = self._last_try = float("inf")
         self._thread = threading.Thread(target=self._run, name="kvbus-publisher", daemon=True)
         self.delivered_all = False
 
@@ -80,14 +80,16 @@ class Drain:
             self._counters.add("events_dropped_at_close", len(self._buffer))
             self.delivered_all = not len(self._buffer)
             return True
-        # What is left after the flush (a last spill, closing files) gets a tenth of the time.
+        # What is left after the flush (a last spill, closing files) gets a tenth of the time. No attempt to connect,
+        # which nothing can cut short, is begun that could outlast the flush.
         self._deadline = time.monotonic() + 0.9 * timeout_s
+        self._last_try = self._deadline - min(self._settings.connect_timeout_ms / 1000, 0.45 * timeout_s)
         self._stopping.set()
         self._buffer.wake()
         self._thread.join(0.9 * timeout_s)
         if self._thread.is_alive():
             self._interrupted = True
-            self._bus.close()
+            self._bus.interrupt()
             self._thread.join(max(0.1 * timeout_s, 0.2))
         return not self._thread.is_alive()
 
@@ -103,13 +105,14 @@ class Drain:
             while not self._done():
                 try:
                     self._step()
-                except BusError as error:
+                except KVBusError as error:
                     self._failed(error)
                 except Exception as error:  # noqa: BLE001
                     if self._interrupted:  # a client whose socket is closed under it may raise anything
                         break
                     # A guest must not die of a fault of its own and leave the host's events to fill the buffer.
-                    _log.exception("the publisher's thread met an error that it does not know")
+                    if not self._failures:
+                        _log.exception("the publisher's thread met an error that it does not know, and tries again")
                     self._failed(error)
             self._finish()
         finally:
@@ -123,7 +126,8 @@ class Drain:
         if self._failures_at_stop is None:
             self._failures_at_stop = self._failures
             self._retry_at = 0.0  # a last try at once: the server may be back
-        if time.monotonic() >= self._deadline:
+        now = time.monotonic()
+        if now >= self._deadline or (self._failures and now >= self._last_try):
             return True
         in_memory = len(self._buffer) + len(self._waiting) + len(self._ready)
         if in_memory:
@@ -318,6 +322,9 @@ class Drain:
         self._counters.set("connected", 0)
         if code in ("fenced", "history_lost"):
             self._registered = False
+        if code == "bus_unavailable":
+            # A server that answers, but is no master any more, would keep this connection for ever.
+            self._bus.close()
         shortest, longest = _BACKOFF_S
         delay = min(longest, shortest * 2 ** min(self._failures - 1, 10)) * random.uniform(0.5, 1.0)
         if self._stopping.is_set():

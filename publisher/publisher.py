@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import logging
 import os
 import re
 import threading
@@ -19,6 +21,8 @@ from publisher.bus import EventBus, StreamsBus
 from publisher.drain import Drain
 from publisher.finished import FinishedRequest
 
+_log = logging.getLogger(__name__)
+
 _NAME = re.compile(r"[A-Za-z0-9._/-]{1,200}", re.ASCII)
 
 
@@ -26,6 +30,7 @@ class Publisher:
     """Publishes finished requests to the events stream, numbered without holes under (name, epoch).
 
     name: stable across restarts, one living process at a time. instance: the model server that it speaks for.
+    A process that ends without `close` flushes all the same, as far as Python runs its exit handlers.
     bus: another way to the server, for tests. Use as a context manager, or call `start` and `close`.
     After a fork the child's copy refuses everything; a child that wants to publish makes a Publisher of its own.
     Raises ConfigError for a name that cannot be used.
@@ -85,7 +90,7 @@ class Publisher:
                     raise ConfigError(f"spool_dir {self.settings.spool_dir!r}: {error}") from error
                 if not os.access(self._spool_path, os.R_OK | os.W_OK | os.X_OK):
                     raise ConfigError(f"spool_dir {self.settings.spool_dir!r} cannot be written to")
-            _watch_forks(self)
+            _watch(self)
             self._drain.start()
             self._started = True
 
@@ -108,6 +113,9 @@ class Publisher:
                 self._buffer.close()
                 timeout = self.settings.stop_ms / 1000 if timeout_s is None else timeout_s
                 ended = self._drain.stop(timeout)
+                if not ended:
+                    _log.error("publisher %s: its thread did not end within %.1f s", self.name, timeout)
+                _started.discard(self)
                 self._closed = ended and self._drain.delivered_all
             return self._closed
 
@@ -143,12 +151,19 @@ _started: weakref.WeakSet[Publisher] = weakref.WeakSet()
 _watching = False
 
 
-def _watch_forks(publisher: Publisher) -> None:
+def _watch(publisher: Publisher) -> None:
     global _watching
     if not _watching:
         os.register_at_fork(after_in_child=_after_fork_in_child)
+        atexit.register(_close_all)
         _watching = True
     _started.add(publisher)
+
+
+def _close_all() -> None:
+    """At the end of the interpreter: what nobody closed is flushed, within its own bound."""
+    for publisher in list(_started):
+        publisher.close()
 
 
 def _after_fork_in_child() -> None:

@@ -56,6 +56,10 @@ class Proxy:
     def url(self) -> str:
         return f"redis://127.0.0.1:{self.port}/0"
 
+    def point_at(self, host: str, port: int) -> None:
+        """Where new connections go, as when a name changes its address. Open ones stay."""
+        self._target = (host, port)
+
     def cut(self) -> None:
         """End all connections now, and every new one at once."""
         self._set(Mode.CUT)

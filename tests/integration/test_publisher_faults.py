@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import redis
 
+from kvbus.errors import ConfigError
 from kvbus.event_stream import EventStream
 from kvbus.protocol import RequestFinished
 from kvbus.settings import Settings
@@ -457,3 +458,41 @@ def test_many_lives_leave_nothing_behind(valkey: Server, namespace: str) -> None
     seen = Seen(valkey, namespace)
     assert (seen.delivered, seen.missing) == (names(0, 30), 0)
     assert len(seen.epochs) == 30
+
+
+def test_a_process_that_ends_without_close_flushes_all_the_same(valkey: Server, namespace: str) -> None:
+    program = f"""
+from kvbus.settings import Settings
+from publisher import FinishedRequest, Publisher
+publisher = Publisher(Settings(redis_url={valkey.url!r}, namespace={namespace!r}), name="i/publisher", instance="i")
+publisher.start()
+for number in range(500):
+    publisher.publish(FinishedRequest(request_id=f"r{{number}}", instance="i", reason="stop"))
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+    assert Seen(valkey, namespace).delivered == names(0, 500)
+
+
+def test_a_url_that_can_never_work_is_told_at_once() -> None:
+    with pytest.raises(ConfigError, match="scheme"):
+        Publisher(Settings(redis_url="http://localhost"), name=NAME, instance="i")
+
+
+def test_a_master_that_became_a_replica_is_left(start_server: MakeServer, namespace: str) -> None:
+    old, new = start_server("valkey"), start_server("valkey")
+    assert isinstance(old, RealServer)
+    assert isinstance(new, RealServer)
+    with (
+        Proxy("127.0.0.1", old.port) as proxy,
+        running(Settings(redis_url=proxy.url, namespace=namespace, **QUICK)) as publisher,
+    ):
+        publisher.publish(finished(0))
+        sent(publisher, 1)
+        new.client().replicaof("127.0.0.1", old.port)
+        eventually(lambda: new.client().info("replication").get("master_link_status") == "up")
+        new.client().replicaof("NO", "ONE")
+        proxy.point_at("127.0.0.1", new.port)  # as a name or a virtual address would; open connections stay
+        old.client().replicaof("127.0.0.1", new.port)
+        publisher.publish(finished(1))
+        sent(publisher, 2)
+    assert Seen(new, namespace).delivered == names(0, 2)

@@ -81,6 +81,9 @@ class FakeBus:
         return self.clock_ms
 
     def close(self) -> None:
+        pass
+
+    def interrupt(self) -> None:
         if self.hang is not None:
             self.trouble = BusUnavailable("closed")
             self.hang.set()
