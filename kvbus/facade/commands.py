@@ -47,7 +47,7 @@ async def prefetch(request: Request, wait: Annotated[float, Query(ge=0, le=MAX_W
     if not wait:
         return reply(started)
     state = await facade.wait(handle, wait, final=True)
-    failures = replies.failures(state, wait, stuck=replies.stuck_names(handle.members), silent=False)
+    failures = replies.failures(state, wait, silent=False)
     if failures:
         return _failed(handle, state, failures)
     return reply(
@@ -71,7 +71,7 @@ async def evict(request: Request) -> Response:
     handle = await _send(request, facade, command)
     seconds = facade.settings.rest_wait_ms / 1000
     state = await facade.wait(handle, seconds)
-    failures = replies.failures(state, seconds, stuck=replies.stuck_names(handle.members))
+    failures = replies.failures(state, seconds)
     if failures:
         return _failed(handle, state, failures)
     given = state.answers.values()
@@ -101,7 +101,7 @@ async def lookup(request: Request) -> Response:
     handle = await _send(request, facade, command)
     seconds = facade.settings.rest_wait_ms / 1000
     state = await facade.wait(handle, seconds)
-    failures = replies.failures(state, seconds, stuck=replies.stuck_names(handle.members))
+    failures = replies.failures(state, seconds)
     if failures:
         return _failed(handle, state, failures)
     return reply(

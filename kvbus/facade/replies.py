@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from kvbus.answers import Answer, CommandState
 from kvbus.facade.models import CommandStateName, Failure, WorkerAnswer
@@ -10,22 +10,13 @@ from kvbus.protocol.codec import to_plain
 from kvbus.protocol.commands import Lookup
 from kvbus.protocol.hashes import format_hash
 from kvbus.protocol.results import CommandResult, Status
-from kvbus.streams.registry import Member
 
 _UNDONE = (Status.FAILED, Status.REJECTED, Status.EXPIRED)
 
 
-def answered(state: CommandState, stuck: Collection[str] = ()) -> bool:
-    """Every live worker has said something. A first answer counts: chunks in use may take minutes to go.
-
-    stuck: workers whose engine does not come back, for whom nobody waits.
-    """
-    return all(name in state.answers or name in stuck for name in state.waiting)
-
-
-def stuck_names(members: Iterable[Member]) -> frozenset[str]:
-    """Workers that have told that an engine call of theirs does not return."""
-    return frozenset(member.name for member in members if member.registration.stuck)
+def answered(state: CommandState) -> bool:
+    """Every live worker has said something. A first answer counts: chunks in use may take minutes to go."""
+    return all(name in state.answers for name in state.waiting)
 
 
 def failed(result: CommandResult) -> bool:
@@ -33,23 +24,19 @@ def failed(result: CommandResult) -> bool:
     return result.status in _UNDONE or result.counts.failed > 0 or result.counts.tier_stuck > 0
 
 
-def failures(
-    state: CommandState, waited_s: float, *, stuck: Collection[str] = (), silent: bool = True
-) -> dict[str, Failure]:
+def failures(state: CommandState, waited_s: float, *, silent: bool = True) -> dict[str, Failure]:
     """Whose part failed, and why. silent: no answer is a failure, too."""
     found = {name: _failure(answer.result) for name, answer in state.answers.items() if failed(answer.result)}
-    for name in state.dead:
+    told = {
+        **dict.fromkeys(state.dead, ("not_answered", "died: its heartbeat has lapsed, and it never answered")),
+        **dict.fromkeys(state.stuck, ("engine_stuck", "a call into its engine does not return")),
+    }
+    if silent:
+        late = f"no answer within {waited_s:g} s; it may still carry the command out"
+        told |= dict.fromkeys(state.waiting, ("not_answered", late))
+    for name, (code, message) in told.items():
         if name not in state.answers:
-            found[name] = Failure(code="not_answered", message="died: its heartbeat has lapsed, and it never answered")
-    for name in state.waiting:
-        if name in state.answers:
-            continue
-        if name in stuck:
-            found[name] = Failure(code="engine_stuck", message="a call into its engine does not return")
-        elif silent:
-            found[name] = Failure(
-                code="not_answered", message=f"no answer within {waited_s:g} s; it may still carry the command out"
-            )
+            found[name] = Failure(code=code, message=message)
     return dict(sorted(found.items()))
 
 

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import msgspec
 
-from kvbus.aio import AsyncHandle, AsyncKVBus
+from kvbus.aio import AsyncHandle, AsyncKVBus, settled
 from kvbus.answers import CommandState
 from kvbus.client import KVBus
 from kvbus.errors import BusError, BusUnavailable, NoWorkers, Stopped
@@ -83,16 +83,9 @@ class Facade:
             await asyncio.sleep(0.1)
 
     async def wait(self, handle: AsyncHandle, seconds: float, *, final: bool = False) -> CommandState:
-        """Until every live worker has answered (final: for good), or the time is over. Raises Stopped.
-
-        A worker whose engine is stuck is not waited for.
-        """
-        stuck = replies.stuck_names(handle.members)
-
-        def reached(state: CommandState) -> bool:
-            return stuck.issuperset(state.waiting) if final else replies.answered(state, stuck)
-
-        waiting = asyncio.ensure_future(handle.wait(seconds, until=reached))
+        """Until every live worker has answered (final: for good), or the time is over. Raises Stopped."""
+        until = settled if final else replies.answered
+        waiting = asyncio.ensure_future(handle.wait(seconds, until=until))
         stopping = asyncio.ensure_future(self.stopping.wait())
         try:
             await asyncio.wait((waiting, stopping), return_when=asyncio.FIRST_COMPLETED)

@@ -94,7 +94,7 @@ class StatusBook:
         state = self._facade.client.answers.state(found.command_id) if found.command_id in self._sent else None
         if state is not None:
             late = tuple(name for name in state.absent if name not in state.finals)
-            return list(state.answers.values()), sorted({*state.waiting, *state.dead}), late
+            return list(state.answers.values()), sorted({*state.waiting, *state.dead, *state.stuck}), late
         answers = await self._scanned(lambda: results_of(self._log, found))
         # Who was registered then is not on record: whoever has lived since before the command owes an answer.
         written_ms = id_key(found.entry_id)[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Mapping
 
@@ -256,16 +257,18 @@ def write_stats(bus: Bus, name: str, counters: Mapping[str, int | float]) -> Non
 
 
 def read_stats(bus: Bus, names: list[str]) -> dict[str, dict[str, float]]:
-    """Counters of the named processes, where they have written any. Raises BusError."""
+    """Counters of the named processes, where they have written any that can be read. Raises BusError."""
     if not names:
         return {}
     with bus_errors("read the counters"):
         raw = bus.client.mget([bus.keys.stats(name) for name in names])
-    return {
-        name: msgspec.json.decode(value, type=dict[str, float])
-        for name, value in zip(names, raw, strict=True)
-        if value is not None
-    }
+    found = {}
+    for name, value in zip(names, raw, strict=True):
+        # What a stranger wrote there must not take the others' counters along.
+        with contextlib.suppress(msgspec.MsgspecError):
+            if value is not None:
+                found[name] = msgspec.json.decode(value, type=dict[str, float])
+    return found
 
 
 def save_reader(bus: Bus, name: str, stream: str, position: Position, *, extra: bytes = b"") -> None:
