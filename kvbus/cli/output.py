@@ -47,6 +47,12 @@ def plain(data: object) -> Any:
     return msgspec.to_builtins(data, str_keys=True) if isinstance(data, msgspec.Struct) else data
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Rich would end the process here, with 1; a pipe that was closed on purpose is no error."""
+        raise BrokenPipeError
+
+
 class Output:
     """Where a command's answer goes. as_json: None decides by whether stdout is a terminal."""
 
@@ -61,14 +67,14 @@ class Output:
         if self._console is None:
             # A table in a file or a pipe has no terminal whose width it must keep to.
             width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else PIPE_WIDTH
-            self._console = Console(file=sys.stdout, width=width, soft_wrap=False, highlight=False, emoji=False)
+            self._console = _Console(file=sys.stdout, width=width, soft_wrap=False, highlight=False, emoji=False)
         return self._console
 
     @property
     def notes(self) -> Console:
         """stderr, for people."""
         if self._notes is None:
-            self._notes = Console(file=sys.stderr, highlight=False, emoji=False, soft_wrap=True)
+            self._notes = _Console(file=sys.stderr, highlight=False, emoji=False, soft_wrap=True)
         return self._notes
 
     def emit(self, data: object) -> None:

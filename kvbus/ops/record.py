@@ -11,10 +11,9 @@ import msgspec
 from kvbus.errors import BusError, ConfigError
 from kvbus.ops.entries import Seen
 from kvbus.ops.recording import RecordingWriter
-from kvbus.ops.tail import Follower, Missed, history, start_of
+from kvbus.ops.tail import Follower, Missed, ends_of, history, start_of
 from kvbus.streams.connection import Bus
-from kvbus.streams.log import Log
-from kvbus.streams.position import id_key
+from kvbus.streams.position import UNKNOWN, Position, id_key
 
 Progress = Callable[[int], None]
 """Told how many entries have been recorded so far."""
@@ -48,8 +47,8 @@ def record(
     the file is closed well. Raises ConfigError, ProtocolError, BusError.
     """
     stop = stop or threading.Event()
-    ends = {name: Log(bus).state(bus.keys.streams[name]).last_id for name in streams}
-    places = dict(ends) if start == "end" else dict.fromkeys(streams, start_of(bus, start))
+    ends = ends_of(bus, streams)
+    places = {name: ends[name].cursor if start == "end" else start_of(bus, start) for name in streams}
     last = None if until in (None, "end") else start_of(bus, str(until))
     if append:
         writer = RecordingWriter.append(path)
@@ -73,8 +72,7 @@ def record(
             if stop.is_set():
                 break
         if follow and not stop.is_set():
-            newest = {name: max(ends[name], writer.last_ids.get(name, "0-0"), key=id_key) for name in streams}
-            _follow(bus, taker, newest, stop)
+            _follow(bus, taker, {name: _behind(ends[name], writer.last_ids.get(name)) for name in streams}, stop)
     return Recording(
         path=str(path),
         id=writer.header.id,
@@ -97,8 +95,13 @@ class _Taker:
             self._progress(self._count)
 
 
-def _follow(bus: Bus, taker: _Taker, places: dict[str, str], stop: threading.Event) -> None:
-    follower = Follower(bus, dict(places))
+def _behind(end: Position, last_id: str | None) -> Position:
+    """Where to follow from: the end as it was before the look back, or what has been taken beyond it."""
+    return end if last_id is None or id_key(last_id) <= id_key(end.cursor) else Position(last_id, "", UNKNOWN)
+
+
+def _follow(bus: Bus, taker: _Taker, places: dict[str, Position], stop: threading.Event) -> None:
+    follower = Follower(bus, places)
     try:
         while not stop.is_set():
             try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import random
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 
 import msgspec
 
@@ -14,8 +14,8 @@ from kvbus.ops.entries import STREAMS, Filter, Filters, Seen, look_at
 from kvbus.ops.when import parse_place
 from kvbus.streams.connection import Bus
 from kvbus.streams.log import Entry, Log
-from kvbus.streams.position import Gap, id_key
-from kvbus.streams.subscription import Subscription, position_at
+from kvbus.streams.position import UNKNOWN, Gap, Position, id_key
+from kvbus.streams.subscription import Subscription, end_position
 
 PAGE = 128
 
@@ -104,17 +104,11 @@ class Follower:
     One thread reads; `stop` may be called from any.
     """
 
-    def __init__(self, bus: Bus, places: dict[str, str | None], *, filters: Filters | None = None) -> None:
-        """places: short name of a stream to the id to begin behind; None for its end. Raises BusError."""
-        self._bus = bus
+    def __init__(self, bus: Bus, places: dict[str, Position], *, filters: Filters | None = None) -> None:
+        """places: short name of a stream to the place to go on from, as `ends_of` makes them."""
         self._filter = Filter(filters or Filters())
         self._stopped = threading.Event()
-        self._subscriptions = {
-            name: Subscription.from_end(bus, bus.keys.streams[name])
-            if place is None
-            else Subscription(bus, bus.keys.streams[name], position_at(bus, bus.keys.streams[name], place))
-            for name, place in places.items()
-        }
+        self._subscriptions = {name: Subscription(bus, bus.keys.streams[name], place) for name, place in places.items()}
 
     def stop(self) -> None:
         self._stopped.set()
@@ -163,37 +157,29 @@ def tail(
     until: str | None = None,
     follow: bool = False,
     filters: Filters | None = None,
-    on_follower: Callable[[Follower], None] | None = None,
 ) -> Iterator[Item]:
     """Entries from a place on: `start` as `start_of` takes it ("end" too), or the `last` ones; then what comes.
 
     Raises ConfigError, BusError; while it follows, an outage is an item and no error.
     """
-    if start == "end":
-        if not follow:
-            return
-        places: dict[str, str | None] = dict.fromkeys(streams)
-    else:
-        # Where following begins is fixed before the look back, so that nothing falls between the two.
-        places = dict.fromkeys(streams, None if last is not None else start_of(bus, start or "start"))
-        ends = {name: _last_id(bus, name) for name in streams} if follow else {}
-        if last is not None:
-            begun: Iterable[Seen] = newest(bus, streams, last, filters=filters)
-        else:
-            stop = None if until in (None, "end") else start_of(bus, until)
-            begun = history(bus, streams, after=places[streams[0]] or "0-0", until=stop, filters=filters)
-        for seen in begun:
-            place = ends.get(seen.stream)
-            if place is not None and id_key(seen.entry_id) > id_key(place):
-                ends[seen.stream] = seen.entry_id
-            yield seen
-        places.update(ends)
+    # Where following begins is fixed before the look back, so that nothing falls between the two.
+    places = ends_of(bus, streams) if follow else {}
+    begun: Iterable[Seen] = ()
+    if last is not None:
+        begun = newest(bus, streams, last, filters=filters)
+    elif start != "end":
+        stop = None if until in (None, "end") else start_of(bus, until)
+        begun = history(bus, streams, after=start_of(bus, start or "start"), until=stop, filters=filters)
+    for seen in begun:
+        place = places.get(seen.stream)
+        if place is not None and id_key(seen.entry_id) > id_key(place.cursor):
+            # what the filters left out between the two was not counted
+            places[seen.stream] = Position(seen.entry_id, seen.message_id, UNKNOWN)
+        yield seen
     if follow:
-        follower = Follower(bus, places, filters=filters)
-        if on_follower is not None:
-            on_follower(follower)
-        yield from follower
+        yield from Follower(bus, places, filters=filters)
 
 
-def _last_id(bus: Bus, name: str) -> str:
-    return Log(bus).state(bus.keys.streams[name]).last_id
+def ends_of(bus: Bus, streams: Iterable[str]) -> dict[str, Position]:
+    """The place behind the newest entry of each stream. Raises BusError."""
+    return {name: end_position(bus, bus.keys.streams[name]) for name in streams}
