@@ -189,6 +189,9 @@ class Worker:
             self._worker_log.flush()
             self.state = WorkerState.RUNNING
             self._opened.set()
+            policy = self._bus.risky_eviction()
+            if policy is not None:
+                _log.warning("the server's maxmemory-policy %s may remove whole streams: set it to noeviction", policy)
             _log.info("worker %s takes commands of namespace %s", self.name, self.settings.namespace)
             return True
         self._limited.warning(

@@ -271,6 +271,16 @@ class Bus:
             return f"valkey {info['valkey_version']}"
         return f"redis {info['redis_version']}"
 
+    def risky_eviction(self) -> str | None:
+        """The server's maxmemory-policy if it may remove whole streams (allkeys-*), else None. Raises BusError."""
+        try:
+            with bus_errors("INFO memory"):
+                memory = self.client.info("memory")
+        except BusRefused:
+            return None  # a user without this right; `kvbus doctor` looks with another one
+        policy = str(memory.get("maxmemory_policy", ""))
+        return policy if policy.startswith("allkeys") else None
+
     def check_role(self, client: Client) -> None:
         """Raise BusUnavailable when the connection has ended up on a replica; the next use connects anew.
 
