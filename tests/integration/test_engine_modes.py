@@ -134,13 +134,15 @@ def test_lfu_on_a_full_ssd_survives_evicts_of_chunks_stored_twice(make_engine: M
     engine = make_engine(cache_policy="LFU", disk_gb=0.001, chunk_size=64)
     room = engine.disk.max_cache_size // engine.config.chunk_bytes
     twice = engine.on_disk(1, 2)
-    engine.prefetch(twice.hashes)
+    for _ in range(2):
+        engine.prefetch(twice.hashes)
+        engine.adapter.evict(twice.hashes, locations=(CPU_TIER,))
     engine.stored(1, 2)  # LFU counts these from 1 again and keeps their old place as well
     engine.adapter.evict(twice.hashes)
     engine.adapter.reconcile()
     assert not engine.disk.cache_policy.key_to_freq
     often = engine.on_disk(2, room)
-    for _ in range(2):
+    for _ in range(3):
         engine.prefetch(often.hashes)
         engine.adapter.evict(often.hashes, locations=(CPU_TIER,))
     engine.stored(3, 1)  # the search for a victim comes by the places that the evicted chunks had
