@@ -50,6 +50,8 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
     """The life before this one ended in good order."""
     created: bool = False
     """There was no checkpoint before, and nothing has been committed since."""
+    brought_back: bool = False
+    """It is from before this life: the server has lost all that this life committed."""
     known: bool = False
     """The name was registered before, and not given back."""
 
@@ -82,7 +84,8 @@ class CommitAnswer(StrEnum):
 
 
 # What was found is told again until the first commit, so that a lost reply changes nothing: `fresh` is 1 for a new
-# checkpoint, 2 for one that should have been there, and `clean` still speaks of the life before.
+# checkpoint, 2 for one that should have been there, 3 for one from before this life, which a failover brought back;
+# and `clean` still speaks of the life before.
 _REGISTER = Script(
     """
 local live, worker, workers = KEYS[1], KEYS[2], KEYS[3]
@@ -102,7 +105,12 @@ end
 local epoch = redis.call('HGET', worker, 'epoch')
 if redis.call('HGET', worker, 'owner') ~= owner then
   epoch = tonumber(epoch)
-  if tonumber(ARGV[10]) > epoch then epoch = tonumber(ARGV[10]) else epoch = math.max(now, epoch + 1) end
+  if tonumber(ARGV[10]) > epoch then
+    if epoch > 0 then redis.call('HSET', worker, 'fresh', '3') end
+    epoch = tonumber(ARGV[10])
+  else
+    epoch = math.max(now, epoch + 1)
+  end
 end
 redis.call('HSET', worker, 'owner', owner, 'epoch', string.format('%d', epoch))
 redis.call('PEXPIRE', worker, keep_ms)
@@ -114,7 +122,7 @@ if created == 1 then known = fresh == '2' and 1 or 0 end
 local was = redis.call('HMGET', worker, 'rev', 'cursor', 'at', 'entries', 'pending', 'attempts', 'suspect_to',
   'clean')
 return {'OK', created, known, string.format('%d', epoch), string.format('%d', now), was[1], was[2], was[3], was[4],
-  was[5], was[6], was[7], was[8]}
+  was[5], was[6], was[7], was[8], fresh == '3' and 1 or 0}
 """,
     allow_oom=True,
 )
@@ -224,7 +232,9 @@ def register(
         )
     if answer[0] == b"TAKEN":
         return Taken(int(answer[1]), int(answer[2]))
-    _, created, known, epoch, now_ms, rev, cursor, at, entries, pending, attempts, suspect_to, clean = answer
+    _, created, known, epoch, now_ms, rev, cursor, at, entries, pending, attempts, suspect_to, clean, brought_back = (
+        answer
+    )
     bus.clock.set(int(now_ms), sent, time.monotonic())
     return Checkpoint(
         owner=owner,
@@ -236,6 +246,7 @@ def register(
         suspect_to=suspect_to.decode(),
         clean=clean == b"1",
         created=created == 1,
+        brought_back=brought_back == 1,
         known=known == 1,
     )
 

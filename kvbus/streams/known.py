@@ -15,8 +15,8 @@ REMEMBER_RESULTS = 1_000
 class _Known(msgspec.Struct):
     answered: bool = False
     """Its final result stands in the present history, or is on its way there."""
-    rev: int = 0
-    """The checkpoint's revision that came with the result; 0 before it was sent."""
+    rev: int | None = None
+    """The checkpoint's revision that came with the result; None until it is sent."""
     result: CommandResult | None = None
 
 
@@ -36,7 +36,7 @@ class KnownCommands:
 
     def answer(self, message_id: str, result: CommandResult) -> None:
         """Answered in the present history; the result is kept for a while."""
-        self._remember(message_id, _Known(True, 0, result))
+        self._remember(message_id, _Known(True, None, result))
         self._results[message_id] = None
         self._results.move_to_end(message_id)
         if len(self._results) > REMEMBER_RESULTS:
@@ -68,9 +68,9 @@ class KnownCommands:
         return known.result if known is not None else None
 
     def forget_answers(self, after: int) -> None:
-        """The server has lost every answer that came with a later revision than this. -1: all of them."""
+        """The server has lost every answer that was sent with a later revision than this; -1: all of them."""
         for known in self._ids.values():
-            known.answered = known.answered and known.rev <= after
+            known.answered = known.answered and (known.rev is None or known.rev <= after)
 
     def _remember(self, message_id: str, known: _Known) -> None:
         self._ids[message_id] = known

@@ -29,9 +29,10 @@ def ids_before(log: Log, cursor: str) -> list[str]:
 
 def own_finals(log: Log, worker: str) -> set[str]:
     """The commands whose final result from this worker is among the newest entries of `results`. Raises BusError."""
-    found: set[str] = set()
+    room, found = LOOK_BACK_BYTES, set[str]()
     for seen, (entry_id, fields) in enumerate(log.scan_back(log.bus.keys.results)):
-        if seen >= LOOK_BACK:
+        room -= sum(map(len, fields.values()))
+        if seen >= LOOK_BACK or room < 0:
             break
         try:
             message = decode_entry(entry_id, fields).message

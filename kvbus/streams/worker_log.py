@@ -100,8 +100,11 @@ class WorkerLog:
             return found
         prune(self.bus)
         lost = found.created and found.known
-        answered = own_finals(self._log, self.name) if lost else set()
-        earlier = ids_before(self._log, found.position.cursor)
+        answered = own_finals(self._log, self.name)
+        state, at_cursor = look(self.bus.client, keys.commands, found.position.cursor)
+        # In another history than the one that was read, what stands before the cursor was never met.
+        moved = is_new_history(find_gap(found.position, state, at_cursor))
+        earlier = [] if moved else ids_before(self._log, found.position.cursor)
         suspect_to = self._suspects(found)
         with self._lock:
             self._adopt(found, found.position)
@@ -140,15 +143,17 @@ class WorkerLog:
             state, at_cursor = look(self.bus.client, keys.commands, position.cursor)
             older = find_gap(position, state, at_cursor)
             position = after_gap(position, state, older) if older else position
-            on_server = own_finals(self._log, self.name) if found.created else set()
+            # Ids that this life never met may have been answered by the one before.
+            ask = found.created or found.brought_back or is_new_history(gap or older)
+            on_server = own_finals(self._log, self.name) if ask else set()
             with self._lock:
-                if not found.created:
-                    self._known.forget_answers(after=found.rev)
-                elif is_new_history(gap):
+                self._settle_step(found, on_server)
+                if found.brought_back or (found.created and is_new_history(gap)):
                     self._known.forget_answers(after=-1)
+                elif not found.created:
+                    self._known.forget_answers(after=self._in_flight[0].new_rev if self._in_flight else found.rev)
                 for own_id in on_server:
                     self._known.mark_answered(own_id, found.rev)
-                self._settle_step(found, on_server)
                 self._adopt(found, position)
                 if is_new_history(gap or older):
                     self._suspect_to = ""
@@ -283,11 +288,13 @@ class WorkerLog:
 
     def _settle_step(self, found: Checkpoint, on_server: set[str]) -> None:
         """What becomes of the step whose reply never came, now that the server has told its revision."""
-        if self._in_flight is None or found.rev == self._in_flight[0].old_rev:
-            return  # not applied yet, but it may be at any moment: it is sent again as it is
+        if self._in_flight is None:
+            return
         step, results, appends = self._in_flight
+        if found.rev == step.old_rev and not found.brought_back:
+            return  # not applied yet, but it may be at any moment: it is sent again as it is
         self._in_flight = None
-        if found.rev == step.new_rev:
+        if found.rev == step.new_rev and not found.brought_back:
             return
         # It can never be applied: no later revision of ours is the one that it builds on.
         again = [result for result in results if result.command_id not in on_server]

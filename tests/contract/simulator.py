@@ -15,9 +15,10 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+import pytest
 import redis
 
-from kvbus.errors import BusUnavailable, Fenced
+from kvbus.errors import BusUnavailable, Fenced, HistoryLost
 from kvbus.protocol.codec import Fields, decode_entry, encode_entry
 from kvbus.protocol.commands import Evict, Prefetch
 from kvbus.protocol.dead import DeadLetter
@@ -123,6 +124,8 @@ class Life:
         self.executed: Counter[str] = Counter()
         self.taken: set[str] = set()
         self.opened = False
+        self.lost = False
+        self.reopened = 0
         self.superseded = False
         self.fenced = False
 
@@ -133,11 +136,21 @@ class Life:
             return self._turn()
         except BusUnavailable:
             return True
+        except HistoryLost:
+            self.lose_history()
+            return True
         except Fenced:
             self.fenced = True
             raise
         finally:
             self.taken |= {*self.executed, *(item.message_id for item in self.log._pending.values())}
+
+    def lose_history(self) -> None:
+        """Reopen at the next turn. Only a world that loses history may ask for this."""
+        assert self.world.loses_history, "history lost, and nothing was"
+        self.lost = True
+        if not self.superseded and self.world.holder(self.log.name) != self.log.owner:
+            self.world.lapse(self.log.name)
 
     def _turn(self) -> bool:
         if not self.opened:
@@ -146,6 +159,10 @@ class Life:
                     self.world.lapse(self.log.name)
                 return True
             self.opened = True
+        if self.lost:
+            self.reopened += 1
+            self.log.reopen()
+            self.lost = False
         for job in list(self.jobs):
             self._work(job)
         if self.log.careful and any(not job.interim_told for job in self.jobs):
@@ -188,6 +205,8 @@ class Life:
             self.log.renew()
         except BusUnavailable:
             pass
+        except HistoryLost:
+            self.lose_history()
         except Fenced:
             self.fenced = True
             raise
@@ -196,7 +215,7 @@ class Life:
         """True when the stop went through."""
         try:
             self.log.close()
-        except BusUnavailable:
+        except (BusUnavailable, HistoryLost):
             return False
         return True
 
@@ -220,8 +239,12 @@ class Clock:
         return self.now
 
 
-CLOCKED = (subscription, log)
-"""The modules whose `time` a test must replace by a Clock."""
+def clocked(patch: pytest.MonkeyPatch) -> Clock:
+    """A clock that counts steps, not seconds: the same seed runs the same history on a slow machine."""
+    clock = Clock()
+    for module in (subscription, log):
+        patch.setattr(module, "time", clock)
+    return clock
 
 
 def prime(client: Client) -> None:
@@ -234,6 +257,8 @@ def prime(client: Client) -> None:
 
 class World:
     """One namespace with its workers and commands, driven by one seed."""
+
+    loses_history = False
 
     def __init__(self, client: Client, namespace: str, seed: int, workers: int, clock: Clock) -> None:
         self.client = client
@@ -302,7 +327,7 @@ class World:
 
     def issue(self) -> None:
         if self.kinds and self.rng.random() < 0.15:  # a retried XADD whose first reply was lost
-            self.client.xadd(self.keys.commands, self.fields[self.rng.choice(list(self.fields))])
+            self.write(self.rng.choice(list(self.fields)))
             return
         own_id = f"c{len(self.kinds)}"
         kind = self.rng.choices(list(Kind), [6, 4, 3, 0.4, 1])[0]
@@ -315,7 +340,10 @@ class World:
         if kind is Kind.BAD:
             fields[b"body"] = b"\xc1\xff"
         self.kinds[own_id], self.fields[own_id] = kind, fields
-        self.client.xadd(self.keys.commands, fields)
+        self.write(own_id)
+
+    def write(self, own_id: str) -> None:
+        self.client.xadd(self.keys.commands, self.fields[own_id])
 
     def guarded(self, life: Life, act: Callable[[], object]) -> None:
         """Act, and see to what is left of the process when it dies or finds itself superseded."""
@@ -358,6 +386,10 @@ class World:
     def start(self, name: str) -> None:
         self.lapse(name)
         self.alive[name] = Life(self, name)
+
+    def holder(self, name: str) -> str:
+        """The token of the process whose heartbeat has not lapsed."""
+        return (self.client.get(self.keys.live(name)) or b"").decode()
 
     def lapse(self, name: str) -> None:
         self.client.delete(self.keys.live(name))

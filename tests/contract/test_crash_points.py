@@ -8,7 +8,7 @@ import pytest
 
 from kvbus.protocol.results import Status
 from kvbus.streams.connection import Client
-from tests.contract.simulator import CLOCKED, FAULTS, Clock, Kind, World, prime
+from tests.contract.simulator import FAULTS, Clock, Kind, World, clocked, prime
 from tests.servers import Server
 
 HISTORIES = int(os.environ.get("KVBUS_TEST_HISTORIES", "1"))
@@ -20,11 +20,7 @@ WEATHER = ((0.0, 0.0), (0.05, 0.0), (0.2, 0.0), (0.0, 0.02), (0.05, 0.02), (0.2,
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """Steps, not seconds: the same seed runs the same history on a slow machine."""
-    clock = Clock()
-    for module in CLOCKED:
-        monkeypatch.setattr(module, "time", clock)
-    return clock
+    return clocked(monkeypatch)
 
 
 @pytest.fixture
