@@ -12,6 +12,7 @@ from kvbus.settings import Settings
 from kvbus.streams.connection import Bus
 from kvbus.streams.log import Log
 from kvbus.streams.registry import (
+    Membership,
     PublisherRegistration,
     beat_publisher,
     register_publisher,
@@ -23,6 +24,8 @@ from kvbus.streams.registry import (
 class EventBus(Protocol):
     """The drain's port. All calls but `close` come from one thread, answer within the settings' timeouts, and raise
     BusError; after BusUnavailable a write may or may not have been applied."""
+
+    hash_fingerprint: str
 
     def claim(self) -> None:
         """Take the name for this process. Raises Fenced while another living process has it."""
@@ -40,6 +43,12 @@ class EventBus(Protocol):
         """All of them, in order, or none. meanwhile: work to do while the server works; may go uncalled."""
 
     def write_stats(self, counters: Mapping[str, int | float]) -> None: ...
+
+    def other_fingerprints(self) -> Mapping[str, str]:
+        """Living workers whose hash settings are not this publisher's, with their fingerprints."""
+
+    def risky_eviction(self) -> str | None:
+        """The server's eviction policy if it may remove whole streams."""
 
     def retire(self, epoch: int, next_seq: int) -> None:
         """Leave a last registration and give the name back."""
@@ -65,10 +74,11 @@ class StreamsBus:
         self._owner = os.urandom(16).hex()
         self._bus = Bus(settings, client_name="kvbus-publisher")
         self._log = Log(self._bus)
+        self._workers = Membership(self._bus)
         if "cluster" not in settings.redis_url.partition("://")[0]:  # a cluster's client would connect
             self._bus.client  # noqa: B018  # a URL that can never work is told here, not in the thread's log
         self._model = model
-        self._hash_fingerprint = hash_fingerprint
+        self.hash_fingerprint = hash_fingerprint
 
     def _registration(self, epoch: int, next_seq: int) -> PublisherRegistration:
         return PublisherRegistration(
@@ -76,7 +86,7 @@ class StreamsBus:
             instance=self._instance,
             next_seq=next_seq,
             model=self._model,
-            hash_fingerprint=self._hash_fingerprint,
+            hash_fingerprint=self.hash_fingerprint,
             host=socket.gethostname(),
             pid=os.getpid(),
         )
@@ -99,6 +109,19 @@ class StreamsBus:
     def write_stats(self, counters: Mapping[str, int | float]) -> None:
         self._bus.check_role(self._bus.client)  # a master that was left behind takes writes, too
         write_stats(self._bus, self._name, counters)
+
+    def other_fingerprints(self) -> Mapping[str, str]:
+        own = self.hash_fingerprint
+        if not own:
+            return {}
+        return {
+            member.name: member.registration.hash_fingerprint
+            for member in self._workers.read()
+            if member.alive and member.registration.hash_fingerprint not in ("", own)
+        }
+
+    def risky_eviction(self) -> str | None:
+        return self._bus.risky_eviction()
 
     def retire(self, epoch: int, next_seq: int) -> None:
         beat_publisher(self._bus, self._name, self._owner, self._registration(epoch, next_seq), last=True)

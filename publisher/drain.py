@@ -305,6 +305,24 @@ class Drain:
                 self._bus.write_stats(self._snapshot())
             except BusFull:
                 self._counters.add("stats_refused")
+            self._look_around()
+
+    def _look_around(self) -> None:
+        """What makes all events useless, or loses them later, is told loudly and again."""
+        others = self._bus.other_fingerprints()
+        self._counters.set("fingerprint_mismatches", len(others))
+        if others:
+            worker, fingerprint = min(others.items())
+            self._warn.error(
+                "fingerprint",
+                "publisher %s hashes as %s, worker %s as %s (%d workers differ): no chunk can ever match; "
+                "give all processes the same chunk size, hash algorithm and PYTHONHASHSEED",
+                *(self._name, self._bus.hash_fingerprint, worker, fingerprint, len(others)),
+            )
+        if policy := self._bus.risky_eviction():
+            self._warn.warning(
+                "eviction", "the server's maxmemory-policy %s may remove whole streams; noeviction is safe", policy
+            )
 
     def _next_beat_in(self) -> float:
         return max(0.0, min(self._beat_at, self._stats_at) - time.monotonic())

@@ -20,7 +20,7 @@ from kvbus.errors import ConfigError
 from kvbus.event_stream import EventStream
 from kvbus.protocol import RequestFinished
 from kvbus.settings import Settings
-from kvbus.streams.registry import read_publishers, read_stats
+from kvbus.streams.registry import Registration, encode_registration, read_publishers, read_stats
 from publisher import FinishedRequest, Publisher
 from tests.conftest import MakeServer
 from tests.proxy import Proxy
@@ -496,3 +496,22 @@ def test_a_master_that_became_a_replica_is_left(start_server: MakeServer, namesp
         publisher.publish(finished(1))
         sent(publisher, 2)
     assert Seen(new, namespace).delivered == names(0, 2)
+
+
+def test_other_hash_settings_and_a_risky_eviction_policy_are_told(
+    start_server: MakeServer, namespace: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = start_server("valkey", maxmemory_policy="allkeys-lru")
+    bus = server.bus(namespace)
+    registration = Registration(instance="i", rank=0, chunk_size=128, hash_fingerprint="builtin/128/2")
+    bus.client.hset(bus.keys.workers, "i/0", encode_registration(registration))
+    with running(server.settings(namespace, stats_ms=50)) as publisher:
+        publisher.publish(finished(0))
+        sent(publisher, 1)
+        assert publisher.counters.get("fingerprint_mismatches") == 0, "a worker that is gone is not a trouble"
+        bus.client.set(bus.keys.live("i/0"), "owner")
+        eventually(lambda: publisher.counters.get("fingerprint_mismatches") == 1)
+        bus.client.delete(bus.keys.live("i/0"))
+        eventually(lambda: publisher.counters.get("fingerprint_mismatches") == 0)
+    assert "hashes as f, worker i/0 as builtin/128/2" in caplog.text
+    assert "maxmemory-policy allkeys-lru may remove whole streams" in caplog.text

@@ -35,6 +35,8 @@ class FakeBus:
         self.clock_ms = 1_700_000_000_000
         self.stats: Mapping[str, int | float] = {}
         self.threads: set[int] = set()
+        self.hash_fingerprint = "builtin/256/1"
+        self.others: dict[str, str] = {}
 
     def _check(self) -> None:
         self.threads.add(threading.get_ident())
@@ -71,6 +73,12 @@ class FakeBus:
 
     def write_stats(self, counters: Mapping[str, int | float]) -> None:
         self.stats = counters
+
+    def other_fingerprints(self) -> Mapping[str, str]:
+        return self.others
+
+    def risky_eviction(self) -> str | None:
+        return None
 
     def retire(self, epoch: int, next_seq: int) -> None:
         self._check()
