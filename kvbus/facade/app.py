@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 import kvbus
 from kvbus.errors import KVBusError
-from kvbus.facade import commands, queries
+from kvbus.facade import commands, memory_routes, queries
 from kvbus.facade.documents import document
 from kvbus.facade.errors import Refused, on_kvbus_error, on_refused, reply
 from kvbus.facade.guard import Guard
@@ -51,6 +51,7 @@ def create_app(settings: Settings | None = None, bus: Bus | None = None) -> Fast
     )
     app.include_router(commands.router)
     app.include_router(queries.router)
+    app.include_router(memory_routes.router)
     app.add_exception_handler(Refused, on_refused)
     app.add_exception_handler(KVBusError, on_kvbus_error)
     app.add_exception_handler(RequestValidationError, _on_invalid)

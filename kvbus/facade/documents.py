@@ -8,7 +8,7 @@ import msgspec
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
-from kvbus.facade import models
+from kvbus.facade import memory_models, models
 from kvbus.facade.bodies import MAX_BODY
 from kvbus.protocol.commands import EVICT_TTL_MS, KNOWN_TIERS, LOOKUP_TTL_MS, PREFETCH_TTL_MS, Target
 from kvbus.protocol.limits import MAX_TAGS, MAX_TEXT, MAX_TTL_MS
@@ -25,6 +25,7 @@ _BODIES = (
     models.HealthReply,
     models.ReadyReply,
     Target,
+    *memory_models.BODIES,
 )
 Responses = dict[int | str, dict[str, Any]]
 

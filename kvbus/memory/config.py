@@ -68,11 +68,12 @@ def load_config(
 
     The file's [llm] table holds kvcache_enabled and kvcache_debug_enabled beside keys of others, which are left
     alone; its [memory] table holds the rest, and is ours. In the environment the names are KVBUS_KVCACHE_ENABLED,
-    KVBUS_KVCACHE_DEBUG_ENABLED, and KVBUS_MEMORY_<NAME> for the rest.
+    KVBUS_KVCACHE_DEBUG_ENABLED, and KVBUS_MEMORY_<NAME> for the rest. path: None takes KVBUS_MEMORY_FILE, if set.
     """
+    source = os.environ if env is None else env
     values: dict[str, Any] = {name: getattr(settings, name) for name in _LLM} if settings is not None else {}
     origin: dict[str, str] = {}
-    for name, value, where in (*_from_file(path), *_from_env(os.environ if env is None else env)):
+    for name, value, where in (*_from_file(path or source.get("KVBUS_MEMORY_FILE")), *_from_env(source)):
         values[name], origin[name] = value, where
     try:
         return msgspec.convert(values, MemoryConfig, strict=False)
@@ -83,7 +84,7 @@ def load_config(
 
 
 def _from_file(path: str | Path | None) -> list[tuple[str, Any, str]]:
-    if path is None:
+    if not path:
         return []
     try:
         tables = tomllib.loads(Path(path).read_text(encoding="utf-8"))
