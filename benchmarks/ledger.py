@@ -3,7 +3,8 @@
     python -m benchmarks.ledger                       # 10,000 sessions of 500 chunks, 60 % of them shared
     python -m benchmarks.ledger --sessions 1000 --json out.json
 
-A server of its own is started (Valkey, or --redis for the system's Redis). Times are round trips of one process.
+A server of its own is started (Valkey, or --redis for the system's Redis). p50 and p99 are round trips of one process;
+server_us and client_us are processor time for each event, which a busy machine does not change.
 """
 
 from __future__ import annotations
@@ -80,8 +81,20 @@ def percentiles(values: Sequence[float]) -> dict[str, float]:
     }
 
 
-def timed(turns: Callable[[], float], samples: int = SAMPLES) -> dict[str, float]:
-    return percentiles([turns() for _ in range(samples)])
+def timed(bus: Bus, turns: Callable[[], float], samples: int = SAMPLES) -> dict[str, float]:
+    server, client = server_seconds(bus), time.process_time()
+    values = [turns() for _ in range(samples)]
+    client, server = time.process_time() - client, server_seconds(bus) - server
+    return {
+        **percentiles(values),
+        "server_us": round(server / samples * 1e6, 1),
+        "client_us": round(client / samples * 1e6, 1),
+    }
+
+
+def server_seconds(bus: Bus) -> float:
+    used = bus.client.info("cpu")
+    return float(used["used_cpu_sys"]) + float(used["used_cpu_user"])
 
 
 def grow(load: Load, sessions: Sequence[int], change: int) -> Callable[[], float]:
@@ -104,8 +117,10 @@ def rewrite(load: Load, sessions: Sequence[int], change: int) -> Callable[[], fl
     return turn
 
 
-def row(sessions: int, length: int, what: str, change: int, turns: Callable[[], float]) -> dict[str, Any]:
-    return {"sessions": sessions, "length": length, what: change, **timed(turns)}
+def row(load: Load, sessions: Sequence[int], what: str, change: int) -> dict[str, Any]:
+    turns = {"added": grow, "replaced": rewrite}[what](load, sessions, change)
+    length = len(load.chains[sessions[0]])
+    return {"sessions": len(load.chains), "length": length, what: change, **timed(load.ledger.bus, turns)}
 
 
 def used_bytes(bus: Bus) -> int:
@@ -126,7 +141,7 @@ def measure(bus: Bus, arguments: argparse.Namespace) -> dict[str, Any]:
     few = max(1, arguments.sessions // 100)
     before = used_bytes(bus)
     load.open(few)
-    turns += [row(few, arguments.chunks, "added", change, grow(load, range(few), change)) for change in (1, 4, 16)]
+    turns += [row(load, range(few), "added", change) for change in (1, 4, 16)]
     base = used_bytes(bus)
     start = time.perf_counter()
     known = len(load.chains)
@@ -144,16 +159,16 @@ def measure(bus: Bus, arguments: argparse.Namespace) -> dict[str, Any]:
         "bytes_a_distinct_chunk": round((used_bytes(bus) - base) / own_chunks, 1),
     }
     report["new_sessions_a_second"] = round(opened / seconds, 1)
-    everyone, length = range(few, arguments.sessions), arguments.chunks
-    turns += [row(len(load.chains), length, "added", n, grow(load, everyone, n)) for n in (1, 4, 16)]
-    turns += [row(len(load.chains), length, "replaced", n, rewrite(load, everyone, n)) for n in (4, 16)]
+    everyone = range(few, arguments.sessions)
+    turns += [row(load, everyone, "added", n) for n in (1, 4, 16)]
+    turns += [row(load, everyone, "replaced", n) for n in (4, 16)]
     for length in (50, 5_000):
         longer = range(len(load.chains), len(load.chains) + 20)
         load.chains += [load.hashes(length) for _ in longer]
         for session in longer:
             load.turn(session)
-        turns.append(row(len(load.chains), length, "added", 4, grow(load, longer, 4)))
-    report["switch"] = timed(lambda: switch(load), 50)
+        turns.append(row(load, longer, "added", 4))
+    report["switch"] = timed(bus, lambda: switch(load), 50)
     return report
 
 
