@@ -11,12 +11,14 @@ from collections.abc import Callable
 
 import msgspec
 
-from kvbus.errors import BusError, ProtocolError, Stopped
+from kvbus.errors import BusError, InvalidMessage, ProtocolError, Stopped
 from kvbus.metrics import Counters, RateLimitedLog
-from kvbus.protocol.codec import decode_entry
+from kvbus.protocol.codec import Fields, decode_entry
 from kvbus.protocol.results import CommandResult, Results
 from kvbus.streams.connection import Bus
+from kvbus.streams.dead import set_aside
 from kvbus.streams.issue import Issuer
+from kvbus.streams.log import Log
 from kvbus.streams.registry import Member
 from kvbus.streams.subscription import Subscription
 
@@ -114,6 +116,7 @@ class Answers:
         self.bus = bus
         self.counters = Counters()
         self._issuer = issuer
+        self._log = Log(bus)
         self._lock = threading.Lock()
         self._records: OrderedDict[str, _Record] = OrderedDict()
         self._weight = 0
@@ -238,14 +241,7 @@ class Answers:
                     self.counters.add("results_gaps")
                     self._limited.warning("gap", "results: %s (%s missed)", batch.gap.reason, batch.gap.missed)
                 for entry_id, fields in batch.entries:
-                    try:
-                        message = decode_entry(entry_id, fields).message
-                    except ProtocolError as error:
-                        self.counters.add("results_undecodable")
-                        self._limited.warning("undecodable", "results entry %s: %s", entry_id, error)
-                        continue
-                    if isinstance(message, Results):
-                        self._take(message)
+                    self._take_entry(entry_id, fields)
                 if self._watched and time.monotonic() - liveness_at >= LIVENESS_EVERY_S:
                     self._look_for_dead()
                     liveness_at = time.monotonic()
@@ -259,6 +255,22 @@ class Answers:
                 self._stop.wait(backoff * random.uniform(0.5, 1.0))
                 backoff = min(backoff * 2, 1.0)
         subscription.disconnect()
+
+    def _take_entry(self, entry_id: str, fields: Fields) -> None:
+        try:
+            message = decode_entry(entry_id, fields).message
+            if not isinstance(message, Results):
+                raise InvalidMessage(f"a {message.TYPE} does not belong on the results stream")
+        except ProtocolError as error:
+            self.counters.add("results_refused")
+            self._limited.warning("refused", "results entry %s set aside: %s", entry_id, error)
+            try:
+                set_aside(self._log, self.bus.keys.results, entry_id, fields, error, by="results-reader")
+            except BusError as fault:
+                self.counters.add("results_refused_untold")
+                self._limited.warning("untold", "no dead letter for results entry %s: %s", entry_id, fault)
+            return
+        self._take(message)
 
     def _take(self, message: Results) -> None:
         calls: list[tuple[Callable[[CommandState], None], CommandState]] = []

@@ -5,17 +5,20 @@ from __future__ import annotations
 import logging
 import random
 import threading
+from collections import deque
 from collections.abc import Iterator
 from types import TracebackType
 from typing import Literal
 
 import msgspec
 
-from kvbus.errors import BusError, ProtocolError
+from kvbus.errors import BusError, InvalidMessage, ProtocolError
 from kvbus.metrics import Counters, RateLimitedLog
-from kvbus.protocol.codec import EVENT_TYPES, decode_entry
+from kvbus.protocol.codec import EVENT_TYPES, Fields, decode_entry
 from kvbus.protocol.events import Event, RequestFinished
 from kvbus.streams.connection import Bus
+from kvbus.streams.dead import set_aside
+from kvbus.streams.log import Log
 from kvbus.streams.position import Gap, Position
 from kvbus.streams.registry import load_reader, save_reader
 from kvbus.streams.subscription import Subscription, message_id
@@ -84,7 +87,7 @@ class Delivery(msgspec.Struct, frozen=True):
 class EventStream:
     """An endless iterator of deliveries; `close`, from any thread, ends it. Rides out an outage of the bus by itself.
 
-    Entries that are not events are counted, logged and passed over. Safe for one reading thread.
+    Entries that are not events become dead letters, and are counted. Safe for one reading thread.
     """
 
     def __init__(self, bus: Bus, *, reader: str | None, start: Start, block_ms: int | None = None) -> None:
@@ -109,6 +112,8 @@ class EventStream:
                 self._subscription = Subscription.from_id(bus, key, start)
         self._delivered = self._subscription.position
         self._pending_gap: Gap | None = None
+        self._log = Log(bus)
+        self._waiting: deque[tuple[Position, Fields]] = deque()
 
     @property
     def position(self) -> Position:
@@ -131,41 +136,45 @@ class EventStream:
 
     def read(self, *, block_ms: int | None = None, count: int = 32) -> Iterator[Delivery]:
         """One round: what has come, waiting up to block_ms for it. Raises BusError."""
-        batch_start = self._subscription.position
-        batch = self._subscription.read(block_ms=self._block_ms if block_ms is None else block_ms, count=count)
-        gap = batch.gap
-        if gap is not None:
-            self.counters.add("gaps")
-            self._limited.warning("gap", "events: %s (%s missed)", gap.reason, gap.missed)
-            self._pending_gap = gap
-            return
-        place = batch_start
-        for entry_id, fields in batch.entries:
-            place = place.advance(entry_id, message_id(entry_id, fields), 1)
-            try:
-                envelope = decode_entry(entry_id, fields)
-            except ProtocolError as error:
-                self._pass_over(entry_id, str(error))
-                self._delivered = place
-                continue
-            if envelope.type not in EVENT_TYPES:
-                self._pass_over(entry_id, f"a {envelope.type} is not an event")
-                self._delivered = place
-                continue
-            event: Event = envelope.message  # type: ignore[assignment]
-            hole = None
-            if isinstance(event, RequestFinished):
-                fresh, hole = self._tracker.take(event)
-                if not fresh:
-                    self.counters.add("repeats")
-                    self._delivered = place
-                    continue
-                if hole is not None:
-                    self.counters.add("holes", hole.missed)
-            self.counters.add("events")
+        if not self._waiting:
+            place = self._subscription.position
+            batch = self._subscription.read(block_ms=self._block_ms if block_ms is None else block_ms, count=count)
+            if batch.gap is not None:
+                self.counters.add("gaps")
+                self._limited.warning("gap", "events: %s (%s missed)", batch.gap.reason, batch.gap.missed)
+                self._pending_gap = batch.gap
+            for entry_id, fields in batch.entries:
+                place = place.advance(entry_id, message_id(entry_id, fields), 1)
+                self._waiting.append((place, fields))
+        # Whoever stops in the middle of a round finds the rest in the next one.
+        while self._waiting:
+            place, fields = self._waiting.popleft()
+            delivery = self._delivery(place.cursor, fields)
             self._delivered = place
-            told, self._pending_gap = self._pending_gap, None
-            yield Delivery(entry_id, event, hole, told)
+            if delivery is not None:
+                yield delivery
+
+    def _delivery(self, entry_id: str, fields: Fields) -> Delivery | None:
+        """The entry as an event; None for a repeat, and for what is no event at all."""
+        try:
+            envelope = decode_entry(entry_id, fields)
+            if envelope.type not in EVENT_TYPES:
+                raise InvalidMessage(f"a {envelope.type} is not an event")
+        except ProtocolError as error:
+            self._refuse(entry_id, fields, error)
+            return None
+        event: Event = envelope.message  # type: ignore[assignment]
+        hole = None
+        if isinstance(event, RequestFinished):
+            fresh, hole = self._tracker.take(event)
+            if not fresh:
+                self.counters.add("repeats")
+                return None
+            if hole is not None:
+                self.counters.add("holes", hole.missed)
+        self.counters.add("events")
+        told, self._pending_gap = self._pending_gap, None
+        return Delivery(entry_id, event, hole, told)
 
     def save(self) -> None:
         """Keep the place under the reader's name: what was handed out so far is done with. Raises BusError."""
@@ -183,9 +192,15 @@ class EventStream:
         self._stop.set()
         self._subscription.interrupt()
 
-    def _pass_over(self, entry_id: str, reason: str) -> None:
+    def _refuse(self, entry_id: str, fields: Fields, error: ProtocolError) -> None:
         self.counters.add("refused")
-        self._limited.warning("refused", "events entry %s passed over: %s", entry_id, reason)
+        self._limited.warning("refused", "events entry %s set aside: %s", entry_id, error)
+        try:
+            set_aside(self._log, self.bus.keys.events, entry_id, fields, error, by=self.reader or "events-reader")
+        except BusError as fault:
+            # A reader may lack the right to write: the entry stays where it is, and this counter tells of it.
+            self.counters.add("refused_untold")
+            self._limited.warning("untold", "no dead letter for events entry %s: %s", entry_id, fault)
 
     def __enter__(self) -> EventStream:
         return self
