@@ -12,15 +12,15 @@ import random
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from kvbus.errors import BusError, BusFull, KVBusError, ProtocolError
+from kvbus.errors import BusError, KVBusError, ProtocolError
 from kvbus.metrics import Counters, RateLimitedLog
 from kvbus.settings import Settings
 from publisher.buffer import Buffer, Waiting
 from publisher.bus import EventBus
 from publisher.encode import Record, encode, with_epoch
+from publisher.presence import Presence, Snapshot
 from publisher.spool import Spool, SpoolBusy
 
 _log = logging.getLogger(__name__)
@@ -30,6 +30,7 @@ MAX_BATCH_BYTES = 4 << 20
 _LINGER_S = 0.002
 _SPILL_EVERY_S = 0.05
 _BACKOFF_S = (0.05, 2.0)
+_SPOOL_TRIES = 5
 
 
 class Drain:
@@ -42,7 +43,7 @@ class Drain:
         buffer: Buffer,
         bus: EventBus,
         counters: Counters,
-        snapshot: Callable[[], Mapping[str, int | float]],
+        snapshot: Snapshot,
         spool_path: Path | None,
     ) -> None:
         self._settings = settings
@@ -50,21 +51,17 @@ class Drain:
         self._buffer = buffer
         self._bus = bus
         self._counters = counters
-        self._snapshot = snapshot
+        self._presence = Presence(settings, name, bus, counters, snapshot)
         self._warn = RateLimitedLog(_log)
         self._spool_path = spool_path
         self._spool: Spool | None = None
-        self._noted_epoch = 0  # the highest one in the spool before this process came
+        self._spool_tries = 0
         self._waiting: deque[Waiting] = deque()  # taken from the buffer, not yet encoded
         self._ready: deque[Record] = deque()
         self._in_flight: list[Record] = []  # sent, with an outcome that is not known
-        self._epoch = 0
-        self._attempted_epoch = 0
-        self._registered = False
         self._failures = 0
         self._failures_at_stop: int | None = None
         self._retry_at = 0.0
-        self._beat_at = self._stats_at = 0.0
         self._stopping = threading.Event()
         self._interrupted = False
         self._deadline = self._last_try = float("inf")
@@ -145,14 +142,16 @@ class Drain:
             else:
                 self._spill(wait)
             return
-        if not self._registered:
-            self._register()
-        self._beat()
+        if not self._presence.registered:
+            self._presence.register(self._buffer.next_seq)
+            if self._ready and self._ready[0].epoch != self._presence.epoch:
+                self._ready = deque(with_epoch(record, self._presence.epoch) for record in self._ready)
+        self._presence.beat(self._buffer.next_seq)
         if self._spool is not None and not self._spool.empty:
             self._spill(0)  # behind the older ones
             self._send(self._spool.peek(self._settings.batch_events, MAX_BATCH_BYTES), self._spool)
         else:
-            self._fill(self._next_beat_in(), _LINGER_S)
+            self._fill(self._presence.next_beat_in(), _LINGER_S)
             if not self._ready:
                 self._recovered()  # nothing to send, and the heartbeat went through
             self._send(self._batch(), None)
@@ -232,7 +231,7 @@ class Drain:
                 finished,
                 hashes,
                 publisher=self._name,
-                epoch=self._epoch,
+                epoch=self._presence.epoch,
                 seq=item.seq,
                 finished_at_ms=max(0, self._bus.now_ms() - age_ms),
             )
@@ -247,86 +246,6 @@ class Drain:
             )
         return record
 
-    # --- epochs and heartbeats
-
-    def _register(self) -> None:
-        """Take the name and begin an epoch above all earlier ones. Raises BusError."""
-        self._bus.claim()
-        previous = self._bus.registered_epoch()
-        if previous == 0 or previous != self._attempted_epoch:
-            self._choose_epoch(previous)
-            self._attempted_epoch = self._epoch
-            granted = self._bus.register(self._epoch, self._buffer.next_seq)
-            if granted != self._epoch:  # somebody registered in between, without a claim; the next round sees it
-                self._attempted_epoch = 0
-                raise BusError(f"publisher {self._name}: epoch {self._epoch} was asked for, {granted} given")
-        self._registered = True
-        self._beat_at = self._stats_at = 0.0
-        _log.info("publisher %s registered, epoch %d", self._name, self._epoch)
-
-    def _choose_epoch(self, previous: int) -> None:
-        """Settle this process's epoch. `previous` is the one registered last.
-
-        Spooled events keep the epoch that they were spooled under, unless readers have meanwhile seen a higher one
-        that this spool knows nothing of (the name was used on another machine, or a clock ran behind): under their
-        old one they would be taken for repeats.
-        """
-        own = self._epoch or self._first_epoch()
-        spool = self._spool
-        if spool is not None and not spool.empty and previous > self._noted_epoch:
-            own = spool.rename_epochs(own, previous)
-        else:
-            own = max(own, previous + 1)
-        self._begin_epoch(own)
-
-    def _begin_epoch(self, epoch: int) -> None:
-        if epoch == self._epoch:
-            return
-        if self._spool is not None:
-            self._spool.note_epoch(epoch)
-        self._ready = deque(with_epoch(record, epoch) for record in self._ready)
-        self._epoch = epoch
-        self._counters.set("epoch", epoch)
-
-    def _first_epoch(self) -> int:
-        return max(self._bus.now_ms(), self._noted_epoch + 1)
-
-    def _beat(self) -> None:
-        now = time.monotonic()
-        if now >= self._beat_at:
-            try:
-                self._bus.beat(self._epoch, self._buffer.next_seq)
-            except BusFull:
-                self._counters.add("heartbeats_refused")
-            self._beat_at = now + self._settings.heartbeat_ms / 1000
-        if now >= self._stats_at:
-            self._stats_at = now + self._settings.stats_ms / 1000
-            try:
-                self._bus.write_stats(self._snapshot())
-            except BusFull:
-                self._counters.add("stats_refused")
-            self._look_around()
-
-    def _look_around(self) -> None:
-        """What makes all events useless, or loses them later, is told loudly and again."""
-        others = self._bus.other_fingerprints()
-        self._counters.set("fingerprint_mismatches", len(others))
-        if others:
-            worker, fingerprint = min(others.items())
-            self._warn.error(
-                "fingerprint",
-                "publisher %s hashes as %s, worker %s as %s (%d workers differ): no chunk can ever match; "
-                "give all processes the same chunk size, hash algorithm and PYTHONHASHSEED",
-                *(self._name, self._bus.hash_fingerprint, worker, fingerprint, len(others)),
-            )
-        if policy := self._bus.risky_eviction():
-            self._warn.warning(
-                "eviction", "the server's maxmemory-policy %s may remove whole streams; noeviction is safe", policy
-            )
-
-    def _next_beat_in(self) -> float:
-        return max(0.0, min(self._beat_at, self._stats_at) - time.monotonic())
-
     # --- trouble
 
     def _retry_in(self) -> float:
@@ -339,7 +258,7 @@ class Drain:
         self._counters.add(f"errors_{code}")
         self._counters.set("connected", 0)
         if code in ("fenced", "history_lost"):
-            self._registered = False
+            self._presence.registered = False
         if code == "bus_unavailable":
             # A server that answers, but is no master any more, would keep this connection for ever.
             self._bus.close()
@@ -377,9 +296,14 @@ class Drain:
             return False
         except OSError as error:
             self._counters.add("spool_errors")
-            self._warn.error("spool", "publisher %s waits: spool %s: %s", self._name, self._spool_path, error)
-            return False
-        self._noted_epoch = spool.last_epoch
+            self._spool_tries += 1
+            if self._spool_tries < _SPOOL_TRIES:
+                self._warn.error("spool", "publisher %s waits: spool %s: %s", self._name, self._spool_path, error)
+                return False
+            _log.error("publisher %s goes on without its spool %s: %s", self._name, self._spool_path, error)
+            self._spool_path = None
+            return True
+        self._presence.use_spool(spool)
         self._spool = spool
         if not spool.empty:
             _log.info("publisher %s: %d bytes left in the spool are sent first", self._name, spool.nbytes)
@@ -389,8 +313,7 @@ class Drain:
         """Bring what is in memory to disk, waiting up to wait_s for more. What finds no room stays in memory."""
         spool = self._spool
         assert spool is not None
-        if not self._epoch:
-            self._begin_epoch(self._first_epoch())
+        self._presence.begin_unregistered()
         until = time.monotonic() + wait_s
         while True:
             wait = min(max(0.0, until - time.monotonic()), _SPILL_EVERY_S)
@@ -432,9 +355,8 @@ class Drain:
         if left and self._in_flight:  # among those: their reply was lost, so they may have arrived
             self._counters.add("events_in_doubt", len(self._in_flight))
         self.delivered_all = not left and (self._spool is None or self._spool.empty)
-        if self._registered and not self._failures and not self._interrupted:
+        if self._presence.registered and not self._failures and not self._interrupted:
             try:
-                self._bus.write_stats(self._snapshot())
-                self._bus.retire(self._epoch, self._buffer.next_seq)
+                self._presence.sign_off(self._buffer.next_seq)
             except BusError as error:
                 self._warn.warning(error.code, "publisher %s could not sign off: %s", self._name, error)

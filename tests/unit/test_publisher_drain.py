@@ -493,6 +493,27 @@ def test_a_spool_directory_that_cannot_be_used(bus: FakeBus, tmp_path: Path) -> 
         publisher.start()
 
 
+def test_a_spool_that_cannot_be_opened_does_not_keep_the_events_from_the_server(
+    bus: FakeBus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("publisher.drain._SPOOL_TRIES", 2)
+    (tmp_path / "default" / "i%2Fpublisher" / "lock").mkdir(parents=True)  # a directory where a file should be
+    with running(bus, spool_dir=str(tmp_path)) as publisher:
+        publisher.publish(request(0))
+        eventually(lambda: publisher.counters.get("events_sent") == 1)
+        assert publisher.counters.get("spool_errors") == 2
+
+
+def test_a_disk_that_is_full_when_the_epoch_is_noted(
+    bus: FakeBus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "fsync", lambda fd: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    with running(bus, spool_dir=str(tmp_path)) as publisher:
+        publisher.publish(request(0))
+        eventually(lambda: publisher.counters.get("events_sent") == 1)
+        assert publisher.counters.get("spool_errors") == 1
+
+
 # --- forks and threads
 
 
