@@ -66,7 +66,7 @@ def span_text(milliseconds: float) -> str:
     """A duration for people: 12 ms, 3.4 s, 5 min, 2.1 h, 3.0 d."""
     if milliseconds < 1_000:
         return f"{milliseconds:.0f} ms" if milliseconds >= 10 or not milliseconds else f"{milliseconds:.1f} ms"
-    for unit, size in (("s", 1_000), ("min", 60_000), ("h", 3_600_000)):
-        if milliseconds < 100 * size or (unit == "h" and milliseconds < 48 * size):
+    for unit, size, limit in (("s", 1_000, 100), ("min", 60_000, 100), ("h", 3_600_000, 48)):
+        if milliseconds < limit * size:
             return f"{milliseconds / size:.1f} {unit}"
     return f"{milliseconds / 86_400_000:.1f} d"
