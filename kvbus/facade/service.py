@@ -15,7 +15,7 @@ from kvbus.answers import CommandState
 from kvbus.client import KVBus
 from kvbus.errors import BusError, BusUnavailable, NoWorkers, Stopped
 from kvbus.facade import replies
-from kvbus.metrics import Counters, RateLimitedLog
+from kvbus.metrics import Counters
 from kvbus.protocol.commands import Command
 from kvbus.settings import Settings
 from kvbus.streams.connection import Bus
@@ -48,7 +48,6 @@ class Facade:
         """Why the last roll could not be called."""
         self.stopping = asyncio.Event()
         self._roll: asyncio.Task[None] | None = None
-        self._limited = RateLimitedLog(_log)
 
     async def start(self) -> None:
         """Begin to follow the bus; it need not be there yet."""
@@ -114,11 +113,14 @@ class Facade:
             try:
                 self.members = await self.roll_call()
                 await self.ask(self.client.answers.start)
+                if self.bus_error is not None:
+                    _log.warning("the bus is back")
                 self.bus_error = None
             except BusError as error:
+                if self.bus_error is None:
+                    _log.warning("the bus is away: %s", error)
                 self.bus_error = error
                 self.counters.add("bus_errors")
-                self._limited.warning("bus", "the bus is away: %s", error)
             await asyncio.sleep(ROLL_EVERY_S)
 
 
