@@ -5,8 +5,10 @@ from __future__ import annotations
 from kvbus.errors import ProtocolError
 from kvbus.protocol.codec import decode_entry
 from kvbus.protocol.results import Results
+from kvbus.streams.checkpoint import Checkpoint
 from kvbus.streams.log import Log
-from kvbus.streams.subscription import message_id
+from kvbus.streams.position import id_key
+from kvbus.streams.subscription import BATCH, message_id
 
 LOOK_BACK = 1_000
 """Entries to look back at."""
@@ -41,3 +43,20 @@ def own_finals(log: Log, worker: str) -> set[str]:
         if isinstance(message, Results) and message.worker == worker:
             found.update(result.command_id for result in message.results if result.status.final)
     return found
+
+
+def suspect_limit(log: Log, found: Checkpoint) -> str:
+    """The id up to which entries may have been begun in an earlier life that ended before it put them on record.
+
+    What is read and not committed is at most one batch beyond the cursor. "" if there are none. Raises BusError.
+    """
+    if found.suspect_to and id_key(found.position.cursor) < id_key(found.suspect_to):
+        return found.suspect_to  # the life before went one by one, and had not come to the end of these
+    if found.clean or found.created:
+        return ""
+    limit = ""
+    for seen, (entry_id, _) in enumerate(log.scan(log.bus.keys.commands, f"({found.position.cursor}", page=BATCH), 1):
+        limit = entry_id
+        if seen == BATCH:
+            break
+    return limit

@@ -32,13 +32,12 @@ from kvbus.streams.connection import Bus
 from kvbus.streams.known import KnownCommands
 from kvbus.streams.log import Entry, Log
 from kvbus.streams.notices import Notices, dead_letter, type_text, unable
-from kvbus.streams.position import Gap, GapKind, Position, after_gap, find_gap, id_key
-from kvbus.streams.recovery import ids_before, own_finals
+from kvbus.streams.outbox import Outbox, Step
+from kvbus.streams.position import Gap, GapKind, Position, after_gap, find_gap
+from kvbus.streams.recovery import ids_before, own_finals, suspect_limit
 from kvbus.streams.registry import Registration, encode_registration, prune
 from kvbus.streams.subscription import BATCH, Subscription, end_position, is_new_history, look, message_id
-
-MAX_CRASHES = 3
-"""The third crash on the same entry sets it aside."""
+from kvbus.streams.suspicion import MAX_CRASHES, Suspicion
 
 
 class Task(msgspec.Struct, frozen=True):
@@ -72,22 +71,14 @@ class WorkerLog:
         self._subscription: Subscription | None = None
         self._lock = threading.RLock()
         self._flush_lock = threading.Lock()
-        self._rev = self._top_rev = 0
         self._position = Position()
         self._pending: OrderedDict[str, Pending] = OrderedDict()
-        self._attempts: dict[str, int] = {}
+        self._suspicion = Suspicion()
         self._known = KnownCommands()
-        # waiting to be committed, and on the way
-        self._outgoing: list[CommandResult] = []
-        self._appends: list[Append] = []
-        self._dirty = False
-        self._in_flight: tuple[Commit, list[CommandResult], list[Append]] | None = None
+        self._outbox = Outbox(self._known)
         # taken, and waiting to be handed out
         self._ready: list[Task] = []
         self._recover: list[Pending] = []
-        # after an unclean stop: what may have been begun and not put on record
-        self._unclean = False
-        self._suspect_to = ""
 
     # -- life --------------------------------------------------------------------------------------------------
 
@@ -105,14 +96,13 @@ class WorkerLog:
         # In another history than the one that was read, what stands before the cursor was never met.
         moved = is_new_history(find_gap(found.position, state, at_cursor))
         earlier = [] if moved else ids_before(self._log, found.position.cursor)
-        suspect_to = self._suspects(found)
+        limit = suspect_limit(self._log, found)
         with self._lock:
+            self._outbox.settle(found, set())
             self._adopt(found, found.position)
             self._pending = OrderedDict((item.entry_id, item) for item in found.pending)
             self._recover = list(found.pending)
-            self._unclean = not (found.clean or found.created)
-            self._attempts = dict(found.attempts)
-            self._suspect_to = suspect_to
+            self._suspicion.inherit(found, limit)
             in_hand = {item.message_id for item in found.pending}
             for own_id in [*earlier, *answered]:
                 if own_id not in in_hand:
@@ -147,29 +137,30 @@ class WorkerLog:
             ask = found.created or found.brought_back or is_new_history(gap or older)
             on_server = own_finals(self._log, self.name) if ask else set()
             with self._lock:
-                self._settle_step(found, on_server)
+                self._outbox.settle(found, on_server)
                 if found.brought_back or (found.created and is_new_history(gap)):
                     self._known.forget_answers(after=-1)
                 elif not found.created:
-                    self._known.forget_answers(after=self._in_flight[0].new_rev if self._in_flight else found.rev)
+                    step = self._outbox.in_flight
+                    self._known.forget_answers(after=step.commit.new_rev if step else found.rev)
                 for own_id in on_server:
                     self._known.mark_answered(own_id, found.rev)
                 self._adopt(found, position)
                 if is_new_history(gap or older):
-                    self._suspect_to = ""
+                    self._suspicion.limit = ""
                 for item in found.pending:
                     known = item.entry_id in self._pending or self._known.answered(item.message_id)
                     if not known and not self._meet_again(item.message_id):
                         self._pending[item.entry_id] = item
                         self._recover.append(item)
-                self._dirty = True
+                self._outbox.dirty = True
                 found_gap = gap or older
                 if found_gap is not None:
                     self._announce(found_gap)
 
     def renew(self) -> None:
         """The heartbeat. Raises Fenced, HistoryLost or BusError."""
-        renew(self.bus, self.name, self.owner, epoch=self.epoch, rev=self._rev)
+        renew(self.bus, self.name, self.owner, epoch=self.epoch, rev=self._outbox.rev)
 
     def close(self, reason: str = "stopped") -> None:
         """Commit what is finished, leave the rest pending, give the name back. Raises Fenced, HistoryLost, BusError."""
@@ -206,7 +197,7 @@ class WorkerLog:
     @property
     def careful(self) -> bool:
         """After an unclean stop: commands come one at a time, and each must be finished before the next is read."""
-        return bool(self._recover) or self._reads_carefully
+        return bool(self._recover) or self._suspicion.covers(self._position.cursor)
 
     def read(self, *, block_ms: int | None = None) -> list[Task]:
         """The next commands to carry out; commits what was finished before.
@@ -220,7 +211,7 @@ class WorkerLog:
                 self._take_again(self._recover[0])
             else:
                 self._take_next(block_ms)
-            if self._attempts:
+            if self._suspicion.attempts:
                 self.flush()  # an attempt is on record before it is made
         ready, self._ready = self._ready, []
         return ready
@@ -238,14 +229,13 @@ class WorkerLog:
         with self._lock:
             if entry_id in self._pending:
                 # It survived being carried out, so a later crash is not its fault.
-                self._attempts.pop(entry_id, None)
-                self._outgoing.append(result)
-                self._dirty = True
+                self._suspicion.clear(entry_id)
+                self._outbox.add(result)
 
     @property
     def dirty(self) -> bool:
         """Something waits to be committed."""
-        return self._dirty or self._in_flight is not None
+        return self._outbox.dirty or self._outbox.in_flight is not None
 
     def flush(self, *, clean: bool = False) -> None:
         """Commit all that is finished. Raises Fenced, HistoryLost or BusError; the same is sent again next time.
@@ -255,113 +245,60 @@ class WorkerLog:
         with self._flush_lock:
             while True:
                 with self._lock:
-                    self._in_flight = sent = self._in_flight or self._next_step(clean)
-                if sent is None:
+                    step = self._outbox.in_flight or self._next_step(clean)
+                if step is None:
                     return
-                _, unwritten = commit(self.bus, sent[0])
+                _, unwritten = commit(self.bus, step.commit)
                 with self._lock:
                     self.unwritten += bool(unwritten)
-                    self._in_flight, self._rev = None, sent[0].new_rev
-                if sent[0].clean:
+                    self._outbox.acknowledged(step)
+                if step.commit.clean:
                     return
 
     # -- inside ------------------------------------------------------------------------------------------------
 
     def _register(self, start: Position) -> Checkpoint | Taken:
         registration = encode_registration(self.registration)
+        rev = self._outbox.next_rev if self.epoch else 0
         return register(
-            self.bus,
-            self.name,
-            self.owner,
-            start=start,
-            registration=registration,
-            rev=self._top_rev + 1 if self._top_rev else 0,
-            epoch=self.epoch,
+            self.bus, self.name, self.owner, start=start, registration=registration, rev=rev, epoch=self.epoch
         )
 
     def _adopt(self, found: Checkpoint, position: Position) -> None:
-        self.epoch, self._rev, self._position = found.epoch, found.rev, position
-        self._top_rev = max(self._top_rev, found.rev)
+        self.epoch, self._position = found.epoch, position
         if self._subscription is None:
             self._subscription = Subscription(self.bus, self.bus.keys.commands, position)
         self._subscription.position = position
 
-    def _settle_step(self, found: Checkpoint, on_server: set[str]) -> None:
-        """What becomes of the step whose reply never came, now that the server has told its revision."""
-        if self._in_flight is None:
-            return
-        step, results, appends = self._in_flight
-        if found.rev == step.old_rev and not found.brought_back:
-            return  # not applied yet, but it may be at any moment: it is sent again as it is
-        self._in_flight = None
-        if found.rev == step.new_rev and not found.brought_back:
-            return
-        # It can never be applied: no later revision of ours is the one that it builds on.
-        again = [result for result in results if result.command_id not in on_server]
-        for result in again:
-            if result.status.final:
-                self._known.answer(result.command_id, result)
-        self._outgoing, self._appends = [*again, *self._outgoing], [*appends, *self._appends]
-
-    def _suspects(self, found: Checkpoint) -> str:
-        """The id up to which entries may have been begun in an earlier life that ended before it put them on record.
-
-        What is read and not committed is at most one batch beyond the cursor.
-        """
-        if found.suspect_to and id_key(found.position.cursor) < id_key(found.suspect_to):
-            return found.suspect_to  # the life before went one by one, and had not come to the end of these
-        if found.clean or found.created:
-            return ""
-        newest = ""
-        for seen, (entry_id, _) in enumerate(
-            self._log.scan(self.bus.keys.commands, f"({found.position.cursor}", page=BATCH), 1
-        ):
-            newest = entry_id
-            if seen == BATCH:
-                break
-        return newest
-
-    @property
-    def _reads_carefully(self) -> bool:
-        return bool(self._suspect_to) and id_key(self._position.cursor) < id_key(self._suspect_to)
-
-    def _next_step(self, clean: bool) -> tuple[Commit, list[CommandResult], list[Append]] | None:
-        if not (self._dirty or clean):
+    def _next_step(self, clean: bool) -> Step | None:
+        if not (self._outbox.dirty or clean):
             return None
-        results = self._notices().results(self._outgoing)
+        results = self._notices().results(self._outbox.results)
         capped = tuple(
             msgspec.structs.replace(append, maxlen=self._log.maxlen(append.stream, len(append.body)))
-            for append in (*results, *self._appends)
+            for append in (*results, *self._outbox.appends)
         )
         if clean:
-            # What this life began and leaves in hand did no harm; what it did not come to stays under suspicion.
-            waiting = {item.entry_id: int(self._unclean) for item in self._recover}
-            attempts = waiting | {key: n - (key not in waiting) for key, n in self._attempts.items()}
-            self._attempts = {key: n for key, n in attempts.items() if n}
-        self._top_rev += 1
-        step = Commit(
-            name=self.name,
-            owner=self.owner,
-            epoch=self.epoch,
-            old_rev=self._rev,
-            new_rev=self._top_rev,
-            position=self._position,
-            pending=tuple(self._pending.values()),
-            attempts=dict(self._attempts),
-            suspect_to=self._suspect_to if self._reads_carefully else "",
-            appends=capped,
-            clean=clean,
+            self._suspicion.leave(item.entry_id for item in self._recover)
+        return self._outbox.send(
+            Commit(
+                name=self.name,
+                owner=self.owner,
+                epoch=self.epoch,
+                old_rev=self._outbox.rev,
+                new_rev=self._outbox.next_rev,
+                position=self._position,
+                pending=tuple(self._pending.values()),
+                attempts=dict(self._suspicion.attempts),
+                suspect_to=self._suspicion.limit if self._suspicion.covers(self._position.cursor) else "",
+                appends=capped,
+                clean=clean,
+            )
         )
-        for result in self._outgoing:
-            if result.status.final:
-                self._known.sent(result.command_id, step.new_rev)
-        sent = (step, self._outgoing, self._appends)
-        self._outgoing, self._appends, self._dirty = [], [], False
-        return sent
 
     def _take_next(self, block_ms: int | None) -> None:
         assert self._subscription is not None
-        careful = self._reads_carefully
+        careful = self._suspicion.covers(self._position.cursor)
         batch = self._subscription.read(block_ms=0 if careful else block_ms, count=1 if careful else BATCH)
         if is_new_history(batch.gap):
             raise HistoryLost(f"commands: {batch.gap.reason if batch.gap else ''}")
@@ -371,9 +308,9 @@ class WorkerLog:
             # The cursor moves together with what is in hand: another thread may commit at any moment.
             if self._position != self._subscription.position:
                 self._position = self._subscription.position
-                self._dirty = self._dirty or bool(batch.entries)
+                self._outbox.dirty = self._outbox.dirty or bool(batch.entries)
             if careful and not batch.entries:
-                self._suspect_to = ""  # they were deleted
+                self._suspicion.limit = ""  # they were deleted
             if batch.gap is not None:
                 self._announce(batch.gap)
 
@@ -390,10 +327,7 @@ class WorkerLog:
             return
         lookup_id = getattr(envelope.message, "lookup_id", None)
         self._pending[entry_id] = Pending(entry_id, own_id, envelope.type, lookup_id)
-        attempt = 1
-        if careful:
-            attempt = self._attempts[entry_id] = 2
-        self._ready.append(Task(entry_id, envelope, attempt))
+        self._ready.append(Task(entry_id, envelope, self._suspicion.begin(entry_id, begun=int(careful))))
 
     def _meet_again(self, own_id: str) -> bool:
         """True when a command that comes again needs no work: it is in hand, answered, or answered from memory."""
@@ -403,9 +337,8 @@ class WorkerLog:
         result = self._known.result(own_id)
         if result is None:
             return False
-        self._outgoing.append(result)
+        self._outbox.add(result)
         self._known.answer(own_id, result)
-        self._dirty = True
         return True
 
     def _take_again(self, item: Pending) -> None:
@@ -414,8 +347,7 @@ class WorkerLog:
         with self._lock:
             self._recover.remove(item)
             self._known.begin(item.message_id)
-            # In hand and not on record: begun once, in a life that had no reason to be careful; or left in good order.
-            begun = self._attempts.get(item.entry_id, int(self._unclean))
+            begun = self._suspicion.begun(item.entry_id)
             if fields is None or message_id(item.entry_id, fields) != item.message_id:
                 gone = HistoryLost("the command was removed from the stream before it could be carried out again")
                 self._pending.pop(item.entry_id, None)
@@ -429,10 +361,8 @@ class WorkerLog:
             except ProtocolError as error:
                 self._refuse(item.entry_id, fields, error)
                 return
-            if begun:
-                self._attempts[item.entry_id] = begun + 1
-                self._dirty = True
-            self._ready.append(Task(item.entry_id, envelope, begun + 1))
+            self._ready.append(Task(item.entry_id, envelope, self._suspicion.begin(item.entry_id, begun)))
+            self._outbox.dirty = self._outbox.dirty or bool(begun)
 
     def _refuse(self, entry_id: str, fields: Fields, error: ProtocolError) -> None:
         """One dead letter however many workers refuse the entry, and a `rejected` result from each of them."""
@@ -450,14 +380,13 @@ class WorkerLog:
         self._queue(letter)
         self.dead_letters += 1
         item = self._pending.pop(entry_id, None) or Pending(entry_id, own_id, type_text(fields))
-        begun = self._attempts.get(entry_id, 1)
+        begun = max(1, self._suspicion.begun(entry_id))
         self._answer(own_id, entry_id, unable(item, Status.REJECTED, error, begun))
 
     def _answer(self, own_id: str, entry_id: str, result: CommandResult) -> None:
-        self._attempts.pop(entry_id, None)
-        self._outgoing.append(result)
+        self._suspicion.clear(entry_id)
+        self._outbox.add(result)
         self._known.answer(own_id, result)
-        self._dirty = True
 
     def _notices(self) -> Notices:
         return Notices(self.bus.keys, self.name, self.registration, self.epoch)
@@ -468,8 +397,7 @@ class WorkerLog:
 
     def _queue(self, append: Append) -> None:
         with self._lock:
-            self._appends.append(append)
-            self._dirty = True
+            self._outbox.queue(append)
 
 
 def _command(entry_id: str, fields: Fields) -> Envelope:

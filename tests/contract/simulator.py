@@ -28,7 +28,8 @@ from kvbus.streams import log, subscription
 from kvbus.streams.checkpoint import Taken
 from kvbus.streams.connection import Bus, Client
 from kvbus.streams.registry import Registration
-from kvbus.streams.worker_log import MAX_CRASHES, Task, WorkerLog
+from kvbus.streams.suspicion import MAX_CRASHES
+from kvbus.streams.worker_log import Task, WorkerLog
 
 MAX_TURNS = 400
 """A history that is not done after so many quiet turns is stuck, or spins."""
