@@ -137,7 +137,7 @@ class RunningFacade:
         self.http = self.client()
 
     def client(self, **options: Any) -> httpx.Client:
-        client = httpx.Client(base_url=self.url, **{"timeout": 30.0, "trust_env": False, **options})
+        client = httpx.Client(base_url=self.url, **{"timeout": 30.0, "trust_env": False, "verify": False, **options})
         self._clients.append(client)
         return client
 

@@ -53,7 +53,7 @@ class FacadeProcess:
         pattern = re.compile(r"kvbus facade on (http://\S+:\d+)")
         found = eventually(lambda: pattern.search(self._log.read_text()), within_s=60, what="the facade's start")
         self.url = found[1]
-        self.http = httpx.Client(base_url=self.url, timeout=60, trust_env=False)
+        self.http = httpx.Client(base_url=self.url, timeout=60, trust_env=False, verify=False)
         eventually(self._answers, within_s=60, what="the facade's first answer")
 
     def post(self, path: str, **body: Any) -> httpx.Response:
