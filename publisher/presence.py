@@ -31,6 +31,7 @@ class Presence:
         self._noted_epoch = 0  # the highest one in the spool before this process came
         self._attempted_epoch = 0
         self._beat_at = self._stats_at = 0.0
+        self._told_seq = -1
         self.epoch = 0
         self.registered = False
 
@@ -63,7 +64,11 @@ class Presence:
         now = time.monotonic()
         if now >= self._beat_at:
             try:
-                self._bus.beat(self.epoch, next_seq)
+                if next_seq == self._told_seq and now < self._stats_at:
+                    self._bus.claim()  # nothing to tell but that we live
+                else:
+                    self._bus.beat(self.epoch, next_seq)
+                    self._told_seq = next_seq
             except BusFull:
                 self._counters.add("heartbeats_refused")
             self._beat_at = now + self._settings.heartbeat_ms / 1000
