@@ -84,17 +84,15 @@ class WorkerLog:
 
     def open(self) -> Taken | None:
         """Take the name, and the place to go on from. Taken: a living process has it, try later. Raises BusError."""
-        keys = self.bus.keys
-        start = end_position(self.bus, keys.commands)
+        start = end_position(self.bus, self.bus.keys.commands)
         found = self._register(start)
         if isinstance(found, Taken):
             return found
         prune(self.bus)
         lost = found.created and found.known
         answered = own_finals(self._log, self.name)
-        state, at_cursor = look(self.bus.client, keys.commands, found.position.cursor)
         # In another history than the one that was read, what stands before the cursor was never met.
-        moved = is_new_history(find_gap(found.position, state, at_cursor))
+        moved = is_new_history(self._compare(found.position)[0])
         earlier = [] if moved else ids_before(self._log, found.position.cursor)
         limit = suspect_limit(self._log, found)
         with self._lock:
@@ -120,21 +118,17 @@ class WorkerLog:
         assert self._subscription is not None, "open() comes first"
         with self._flush_lock:  # no step may be on its way while the server is asked how far it has come
             self._subscription.disconnect()
-            keys, mine = self.bus.keys, self._position
-            state, at_cursor = look(self.bus.client, keys.commands, mine.cursor)
-            gap = find_gap(mine, state, at_cursor)
-            found = self._register(after_gap(mine, state, gap) if gap else mine)
+            gap, start = self._compare(self._position)
+            found = self._register(start)
             if isinstance(found, Taken):
                 if found.epoch > self.epoch:
                     raise Fenced(f"worker {self.name} was taken over by another process while history was lost")
                 raise HistoryLost(f"{self.name} is held by a life before this one; waiting for its heartbeat to lapse")
             # The server's own checkpoint may be older than ours (a failover that lost the tail): its place counts.
-            position = found.position
-            state, at_cursor = look(self.bus.client, keys.commands, position.cursor)
-            older = find_gap(position, state, at_cursor)
-            position = after_gap(position, state, older) if older else position
+            older, position = self._compare(found.position)
+            missed = gap or older
             # Ids that this life never met may have been answered by the one before.
-            ask = found.created or found.brought_back or is_new_history(gap or older)
+            ask = found.created or found.brought_back or is_new_history(missed)
             on_server = own_finals(self._log, self.name) if ask else set()
             with self._lock:
                 self._outbox.settle(found, on_server)
@@ -146,7 +140,7 @@ class WorkerLog:
                 for own_id in on_server:
                     self._known.mark_answered(own_id, found.rev)
                 self._adopt(found, position)
-                if is_new_history(gap or older):
+                if is_new_history(missed):
                     self._suspicion.limit = ""
                 for item in found.pending:
                     known = item.entry_id in self._pending or self._known.answered(item.message_id)
@@ -154,9 +148,8 @@ class WorkerLog:
                         self._pending[item.entry_id] = item
                         self._recover.append(item)
                 self._outbox.dirty = True
-                found_gap = gap or older
-                if found_gap is not None:
-                    self._announce(found_gap)
+                if missed is not None:
+                    self._announce(missed)
 
     def renew(self) -> None:
         """The heartbeat. Raises Fenced, HistoryLost or BusError."""
@@ -263,6 +256,12 @@ class WorkerLog:
         return register(
             self.bus, self.name, self.owner, start=start, registration=registration, rev=rev, epoch=self.epoch
         )
+
+    def _compare(self, position: Position) -> tuple[Gap | None, Position]:
+        """What is missing behind a place, and where to go on."""
+        state, at_cursor = look(self.bus.client, self.bus.keys.commands, position.cursor)
+        gap = find_gap(position, state, at_cursor)
+        return gap, after_gap(position, state, gap) if gap else position
 
     def _adopt(self, found: Checkpoint, position: Position) -> None:
         self.epoch, self._position = found.epoch, position

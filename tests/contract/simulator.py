@@ -274,7 +274,6 @@ class World:
         self.alive: dict[str, Life] = {}
         self.paused: list[Life] = []
         self.ended: list[Life] = []
-        self.clean_stops = 0
         self.calls = 0
         """Calls of all processes so far."""
         self.strike: tuple[int, str] | None = None
@@ -380,7 +379,6 @@ class World:
         if not life.stop():
             self.bury(life)  # it ends all the same, and does not know how much of its farewell has arrived
             return
-        self.clean_stops += 1
         self.ended.append(life)
         self.start(life.log.name)
 
@@ -474,8 +472,9 @@ class World:
         poison = result.error is not None and result.error.code == "poison"
         if kind is Kind.KILLER:
             assert poison, f"{own_id} kills, and was not set aside: {result}"
-            allowed = MAX_CRASHES * (1 + self.clean_stops) + len(self.paused)
-            assert self.begun[name, own_id] <= allowed + sum(life.superseded for life in self.ended)
+            # A process that stood still and goes on does not know that it was taken for dead.
+            others = sum(life.superseded for life in [*self.paused, *self.ended])
+            assert self.begun[name, own_id] <= MAX_CRASHES + others
         elif poison:
             # Nobody knows how far the life before the first attempt on record had come with its last batch.
             lives = [life for life in self.ended + self.paused if life.log.name == name and own_id in life.taken]

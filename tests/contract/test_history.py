@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -31,7 +32,8 @@ from tests.servers import RealServer, Server, eventually, replica_of
 
 NAME = "node/0"
 QUICK = {"block_ms": 300, "heartbeat_ms": 100, "live_ms": 400, "connect_timeout_ms": 500, "reply_timeout_ms": 1_000}
-SEEDS = range(60)
+HISTORIES = int(os.environ.get("KVBUS_TEST_HISTORIES", "1"))
+"""Multiplies the number of random histories, for a long run by hand."""
 
 
 class Namespace:
@@ -576,11 +578,12 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clocked(monkeypatch)
 
 
+@pytest.mark.parametrize("part", range(2 * HISTORIES))
 @pytest.mark.parametrize("kind", ["valkey", "redis7"])
-def test_random_losses(request: pytest.FixtureRequest, kind: str, namespace: str, clock: Clock) -> None:
+def test_random_losses(request: pytest.FixtureRequest, kind: str, namespace: str, clock: Clock, part: int) -> None:
     client = request.getfixturevalue(kind).client()
     prime(client)
-    for seed in SEEDS:
+    for seed in range(part * 40, (part + 1) * 40):
         world = LossyWorld(client, f"{namespace}-{seed}", seed, workers=1 + seed % 2, clock=clock)
         try:
             world.run(40, fault_rate=(0, 0.05, 0.1)[seed % 3], kill_rate=(0, 0.02)[seed // 3 % 2])
