@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import os
 import random
 import signal
 import sys
@@ -20,6 +21,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -98,16 +100,24 @@ class Soak:
     def trouble(self, stop: threading.Event) -> None:
         """A fault about once a second, until told to stop."""
         chooser = random.Random(self.random.random())
-        while not stop.wait(chooser.uniform(0.5, 1.5)):
-            fault = chooser.choices(FAULTS, (2, 5, 2))[0]
-            self.faults[fault] += 1
-            if fault == "kill worker":
-                self._kill_worker(chooser.randrange(RANKS))
-            elif fault == "cut connections":
-                self._cut()
-            else:
-                self.system.server.kill()
-                self.system.server.start()
+        with ThreadPoolExecutor(1) as pool:
+            restart: Future[None] | None = None
+            while not stop.wait(chooser.uniform(0.5, 1.5)):
+                fault = chooser.choices(FAULTS, (2, 5, 2))[0]
+                if fault == "kill worker":
+                    # A worker takes seconds to come back; the other faults go on meanwhile.
+                    if restart is not None and not restart.done():
+                        continue
+                    if restart is not None:
+                        restart.result()
+                    restart = pool.submit(self._kill_worker, chooser.randrange(RANKS))
+                elif fault == "cut connections":
+                    self._cut()
+                else:
+                    self._restart_server()
+                self.faults[fault] += 1
+            if restart is not None:
+                restart.result()
 
     def _kill_worker(self, rank: int) -> None:
         worker = self.system.workers[rank]
@@ -116,6 +126,13 @@ class Soak:
         worker.start().wait_ready()
         for text in range(TEXTS):  # its tiers are empty after a restart
             worker.ask("store", tokens=self._tokens(text), seed=text)
+
+    def _restart_server(self) -> None:
+        server = self.system.server
+        assert server.pid is not None
+        os.kill(server.pid, signal.SIGKILL)
+        server.stop()
+        server.start()
 
     def _cut(self) -> None:
         try:
@@ -144,13 +161,14 @@ def main() -> int:
         soak.store_all()
         before = [_held(usage) for usage in system.ask_all("usage")]
         stop = threading.Event()
-        trouble = threading.Thread(target=soak.trouble, args=(stop,), daemon=True)
-        if args.faults:
-            trouble.start()
-        soak.run(args.rounds)
-        stop.set()
-        if args.faults:
-            trouble.join()
+        with ThreadPoolExecutor(1) as pool:
+            trouble = pool.submit(soak.trouble, stop) if args.faults else None
+            try:
+                soak.run(args.rounds)
+            finally:
+                stop.set()
+            if trouble is not None:
+                trouble.result()  # a fault that could not be made is a failure of the soak
         counted = census.count(timeout_s=30, until=soak.sent * RANKS)
         usages = system.ask_all("usage")
         report = {
