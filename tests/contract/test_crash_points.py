@@ -8,7 +8,8 @@ import pytest
 
 from kvbus.protocol.results import Status
 from kvbus.streams.connection import Client
-from tests.contract.simulator import FAULTS, Clock, Kind, World, clocked, prime
+from tests.contract.line import FAULTS, Clock
+from tests.contract.simulator import Kind, World, prime
 from tests.servers import Server
 
 HISTORIES = int(os.environ.get("KVBUS_TEST_HISTORIES", "1"))
@@ -16,11 +17,6 @@ HISTORIES = int(os.environ.get("KVBUS_TEST_HISTORIES", "1"))
 SHARE = 40
 WEATHER = ((0.0, 0.0), (0.05, 0.0), (0.2, 0.0), (0.0, 0.02), (0.05, 0.02), (0.2, 0.05))
 """Rates of faults and of sudden deaths, per call."""
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    return clocked(monkeypatch)
 
 
 @pytest.fixture

@@ -3,155 +3,33 @@
 from __future__ import annotations
 
 import os
-import threading
-from collections import Counter
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
-import msgspec
 import pytest
 
-from kvbus.embedded import HOST
 from kvbus.errors import BusUnavailable, Fenced, HistoryLost
-from kvbus.protocol.codec import decode_entry, encode_entry
-from kvbus.protocol.commands import Ping
-from kvbus.protocol.events import WorkerGap
-from kvbus.protocol.results import CommandResult, Results, Status
-from kvbus.streams.checkpoint import Commit, Taken, commit
-from kvbus.streams.connection import Bus, Client
-from kvbus.streams.keys import Keys
-from kvbus.streams.registry import Registration
-from kvbus.streams.subscription import message_id
-from kvbus.streams.worker_log import WorkerLog
+from kvbus.streams.checkpoint import Commit, commit
+from kvbus.streams.connection import Bus
 from tests.conftest import MakeServer
+from tests.contract.line import Clock
 from tests.contract.losses import LossyWorld
-from tests.contract.simulator import Clock, clocked, prime
-from tests.proxy import Proxy
-from tests.servers import RealServer, Server, eventually, replica_of
+from tests.contract.processes import (
+    NAME,
+    QUICK,
+    Namespace,
+    StartProcess,
+    answered,
+    await_blocked,
+    calls,
+    check_place,
+    done,
+    opened,
+    work,
+)
+from tests.contract.simulator import prime
+from tests.servers import RealServer, Server, eventually
 
-NAME = "node/0"
-QUICK = {"block_ms": 300, "heartbeat_ms": 100, "live_ms": 400, "connect_timeout_ms": 500, "reply_timeout_ms": 1_000}
 HISTORIES = int(os.environ.get("KVBUS_TEST_HISTORIES", "1"))
 """Multiplies the number of random histories, for a long run by hand."""
-
-
-class Namespace:
-    """What the tests write and read beside the workers."""
-
-    def __init__(self, client: Client, namespace: str) -> None:
-        self.client = client
-        self.keys = Keys(namespace)
-
-    def command(self, own_id: str) -> str:
-        entry_id: bytes = self.client.xadd(self.keys.commands, encode_entry(Ping(), message_id=own_id))
-        return entry_id.decode()
-
-    def finals(self, worker: str = NAME) -> Counter[str]:
-        """How often each command was answered for good by one worker."""
-        found: Counter[str] = Counter()
-        for entry_id, fields in self.client.xrange(self.keys.results):
-            message = decode_entry(entry_id, fields).message
-            assert isinstance(message, Results)
-            if message.worker == worker:
-                found.update(result.command_id for result in message.results if result.status.final)
-        return found
-
-    def gaps(self) -> list[WorkerGap]:
-        """All that workers told of what they missed, repeats of one telling left out."""
-        found: dict[str, WorkerGap] = {}
-        for entry_id, fields in self.client.xrange(self.keys.events):
-            message = decode_entry(entry_id, fields).message
-            if isinstance(message, WorkerGap):
-                found[message_id(entry_id.decode(), fields)] = message
-        return list(found.values())
-
-
-class Process:
-    """A worker process's loop, in a thread: takes commands, answers them at once, reopens when history is lost."""
-
-    def __init__(self, bus: Bus, name: str = NAME) -> None:
-        instance, rank = name.split("/")
-        self.log = WorkerLog(bus, name, Registration(instance=instance, rank=int(rank)))
-        self.executed: list[str] = []
-        self.lost = self.unavailable = 0
-        self.fenced = False
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="worker")
-
-    def start(self) -> Process:
-        self._thread.start()
-        eventually(lambda: self.log.epoch, what="the worker's registration")
-        return self
-
-    def _run(self) -> None:
-        opened = lost = False
-        while not self._stop.is_set():
-            try:
-                if not opened:
-                    opened = not isinstance(self.log.open(), Taken)
-                elif lost:
-                    self.log.reopen()
-                    lost = False
-                else:
-                    self._round()
-            except HistoryLost:
-                self.lost += 1
-                lost = True
-                self._stop.wait(0.02)
-            except Fenced:
-                self.fenced = True
-                return
-            except BusUnavailable:
-                self.unavailable += 1
-                self._stop.wait(0.02)
-
-    def _round(self) -> None:
-        self.log.renew()
-        for task in self.log.read():
-            self.executed.append(task.envelope.id)
-            self.log.finish(task.entry_id, done(task.envelope.id))
-
-    def stop(self) -> None:
-        self._stop.set()
-        self._thread.join(20)
-        assert not self._thread.is_alive()
-        self.log.disconnect()
-
-
-def done(own_id: str) -> CommandResult:
-    return CommandResult(command_id=own_id, type="ping", status=Status.DONE)
-
-
-StartProcess = Callable[[Bus], Process]
-
-
-@pytest.fixture
-def start_process() -> Iterator[StartProcess]:
-    started: list[Process] = []
-
-    def start(bus: Bus) -> Process:
-        process = Process(bus)
-        started.append(process)
-        return process.start()
-
-    yield start
-    for process in started:
-        process.stop()
-
-
-def calls(client: Client, *names: str) -> int:
-    """How often the server was called so far."""
-    stats: dict[str, Any] = client.info("commandstats")
-    return sum(stats.get(f"cmdstat_{name}", {}).get("calls", 0) for name in names)
-
-
-def await_blocked(client: Client) -> None:
-    eventually(lambda: client.info("clients")["blocked_clients"] >= 1, what="the blocked read")
-
-
-def answered(space: Namespace, own_id: str) -> None:
-    eventually(lambda: space.finals()[own_id], what=f"a final result of {own_id}")
 
 
 # -- everything lost -----------------------------------------------------------------------------------------------
@@ -234,37 +112,6 @@ def test_clean_restart_with_an_append_only_file_is_not_a_loss(
 
 
 # -- one key lost --------------------------------------------------------------------------------------------------
-
-
-def opened(bus: Bus, name: str = NAME) -> WorkerLog:
-    instance, rank = name.split("/")
-    log = WorkerLog(bus, name, Registration(instance=instance, rank=int(rank)))
-    assert log.open() is None
-    return log
-
-
-def work(log: WorkerLog) -> list[str]:
-    """Take and answer all there is, and commit; reopen where history is lost. Returns what was carried out."""
-    executed: list[str] = []
-    lost = 0
-    while True:
-        try:
-            tasks = log.read(block_ms=0)
-        except HistoryLost:
-            lost += 1
-            assert lost < 4, "it spins"
-            log.reopen()
-            continue
-        for task in tasks:
-            executed.append(task.envelope.id)
-            log.finish(task.entry_id, done(task.envelope.id))
-        if not tasks and not log.dirty:
-            return executed
-
-
-def check_place(log: WorkerLog) -> None:
-    """Compare with the server's counters at the next read, as a reader does every few seconds."""
-    log.disconnect()
 
 
 def test_only_the_commands_deleted(server: Server, namespace: str) -> None:
@@ -438,123 +285,6 @@ def test_operator_deletes_an_unread_entry(server: Server, namespace: str) -> Non
     assert space.finals() == {"c0": 1, "c1": 1}
 
 
-# -- the tail lost -------------------------------------------------------------------------------------------------
-
-
-class Failover:
-    """A master, a replica that is promoted while it is behind, and a proxy that moves clients from one to the other."""
-
-    def __init__(self, master: RealServer, replica: RealServer, proxy: Proxy, namespace: str) -> None:
-        self.old = Namespace(master.client(), namespace)
-        self.new = Namespace(replica.client(), namespace)
-        self._replica = replica
-        self._proxy = proxy
-        settings = msgspec.structs.replace(master.settings(namespace, **QUICK), redis_url=proxy.url)
-        self.bus = Bus(settings, client_name="kvbus-test")
-
-    def cut_the_replica_off(self) -> None:
-        """What the master takes from now on is the tail that will be lost."""
-        sent = self.old.client.info("replication")["master_repl_offset"]
-        eventually(lambda: self.new.client.info("replication")["slave_repl_offset"] >= sent, what="the replica in step")
-        self.new.client.replicaof("NO", "ONE")
-
-    def switch(self) -> None:
-        self._proxy._target = (HOST, self._replica.port)
-        self._proxy.cut_once()
-
-
-@pytest.fixture(params=["valkey", "redis7"])
-def failover(
-    request: pytest.FixtureRequest, start_server: MakeServer, tmp_path: Path, namespace: str
-) -> Iterator[Failover]:
-    master = start_server(request.param)
-    assert isinstance(master, RealServer)
-    with replica_of(master, tmp_path / "replica") as replica, Proxy(HOST, master.port) as proxy:
-        failover = Failover(master, replica, proxy, namespace)
-        yield failover
-        failover.bus.close()
-
-
-def test_lost_results_are_told_again_and_not_done_again(failover: Failover, start_process: StartProcess) -> None:
-    old, new = failover.old, failover.new
-    process = start_process(failover.bus)
-    old.command("c0")
-    answered(old, "c0")
-    failover.cut_the_replica_off()
-    new.command("c1")  # both have it, as if it had been replicated; what became of it on the old master is lost
-    old.client.xadd(old.keys.commands, encode_entry(Ping(), message_id="c1"), id=last_id(new))
-    answered(old, "c1")
-    assert process.executed == ["c0", "c1"]
-    failover.switch()
-    answered(new, "c1")  # without a new command: the heartbeat finds that its checkpoint has gone back
-    new.command("c2")
-    answered(new, "c2")
-    assert process.executed == ["c0", "c1", "c2"]
-    assert new.finals() == {"c0": 1, "c1": 1, "c2": 1}
-
-
-def last_id(space: Namespace) -> str:
-    (found,) = space.client.xrevrange(space.keys.commands, count=1)
-    return str(found[0].decode())
-
-
-def test_lost_commands_are_reported_and_their_repeats_answered_from_memory(
-    failover: Failover, start_process: StartProcess
-) -> None:
-    old, new = failover.old, failover.new
-    process = start_process(failover.bus)
-    old.command("c0")
-    answered(old, "c0")
-    failover.cut_the_replica_off()
-    old.command("lost")
-    answered(old, "lost")
-    failover.switch()
-    eventually(lambda: new.gaps(), what="the gap")
-    new.command("lost")  # its issuer found no trace of it, and wrote it again
-    new.command("c1")
-    answered(new, "c1")
-    answered(new, "lost")
-    assert process.executed == ["c0", "lost", "c1"]
-    assert new.finals() == {"c0": 1, "lost": 1, "c1": 1}
-    (gap,) = new.gaps()
-    assert gap.reason.startswith("history_lost")
-    assert not process.fenced
-
-
-def test_same_id_with_other_content_is_another_history(failover: Failover, start_process: StartProcess) -> None:
-    old, new = failover.old, failover.new
-    process = start_process(failover.bus)
-    old.command("c0")
-    answered(old, "c0")
-    failover.cut_the_replica_off()
-    entry_id = old.command("lost")
-    answered(old, "lost")
-    new.client.xadd(new.keys.commands, encode_entry(Ping(), message_id="other"), id=entry_id)
-    failover.switch()
-    answered(new, "other")
-    assert process.executed == ["c0", "lost", "other"]
-    assert new.finals() == {"c0": 1, "other": 1}
-
-
-def test_registration_lost_with_the_tail_is_made_again(failover: Failover, start_process: StartProcess) -> None:
-    old, new = failover.old, failover.new
-    earlier = opened(failover.bus)
-    old.command("c0")
-    assert work(earlier) == ["c0"]
-    failover.cut_the_replica_off()
-    old.client.delete(old.keys.live(NAME))  # that process is dead
-    earlier.disconnect()
-    process = start_process(failover.bus)
-    old.command("c1")
-    answered(old, "c1")
-    failover.switch()
-    new.command("c2")
-    answered(new, "c2")
-    assert not process.fenced  # nobody superseded it: the server went back to the process before it
-    assert new.finals()["c2"] == 1
-    assert new.client.get(new.keys.live(NAME)) == process.log.owner.encode()
-
-
 def test_another_process_took_the_name_in_the_new_history(server: Server, namespace: str) -> None:
     space = Namespace(server.client(), namespace)
     log = opened(server.bus(namespace))
@@ -571,11 +301,6 @@ def test_another_process_took_the_name_in_the_new_history(server: Server, namesp
 
 
 # -- random losses -------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    return clocked(monkeypatch)
 
 
 @pytest.mark.parametrize("part", range(2 * HISTORIES))
