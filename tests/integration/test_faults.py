@@ -206,9 +206,7 @@ def test_memory_limit_reached(start_server: MakeServer, make_rig: MakeRig) -> No
         rig.assert_nothing_lost()
 
 
-def test_a_replica_is_promoted_and_the_old_master_left(
-    tmp_path: Path, start_server: MakeServer, make_rig: MakeRig
-) -> None:
+def test_a_master_is_killed_and_a_replica_promoted(tmp_path: Path, start_server: MakeServer, make_rig: MakeRig) -> None:
     master = start_server("valkey")
     assert isinstance(master, RealServer)
     with replica_of(master, tmp_path / "replica") as replica, sentinels(master, tmp_path / "sentinels") as ports:
