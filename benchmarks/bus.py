@@ -1,0 +1,122 @@
+"""Bus only: a command to N workers whose engines only count, over the bus and over the HTTP fan-out."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from benchmarks.children import Children
+from benchmarks.http_clients import Caller, evict_body, rate
+from benchmarks.load import Load
+from benchmarks.rows import Row, compared, percentile, times_higher, times_lower
+from kvbus.client import CommandHandle, KVBus
+from kvbus.embedded import EmbeddedServer
+from kvbus.protocol import Evict
+from kvbus.settings import load_settings
+
+HASHES = 100
+CLIENTS = 16
+WINDOW = 512
+"""Commands that the sender lets be under way at once."""
+RATE_GOALS = {2: 50, 8: 80, 16: 100}
+
+
+def hashes(count: int = HASHES, seed: int = 1) -> tuple[int, ...]:
+    chooser = random.Random(seed)
+    return tuple(chooser.getrandbits(64) - 2**63 for _ in range(count))
+
+
+def latencies_ms(call: Callable[[], object], count: int) -> list[float]:
+    """How long each of `count` calls took, one after the other."""
+    taken = []
+    for _ in range(count):
+        began = time.perf_counter()
+        call()
+        taken.append((time.perf_counter() - began) * 1000)
+    return taken
+
+
+def answered_everywhere(handle: CommandHandle, workers: int) -> None:
+    """Wait for the command's last worker. Raises RuntimeError when one does not answer."""
+    state = handle.wait(30)
+    if len(state.finals) != workers:
+        raise RuntimeError(f"{len(state.finals)} of {workers} workers answered")
+
+
+def bus_rate(bus: KVBus, chunks: Sequence[int], workers: int, seconds: float) -> float:
+    """Commands a second that every worker has carried out and answered, WINDOW of them under way."""
+    command = Evict(chunk_hashes=tuple(chunks))
+    under_way: deque[CommandHandle] = deque()
+    done = 0
+    began = time.perf_counter()
+    while time.perf_counter() - began < seconds:
+        while len(under_way) < WINDOW:
+            under_way.extend(bus.send_all([command] * 32))
+        answered_everywhere(under_way.popleft(), workers)
+        done += 1
+    while under_way:
+        answered_everywhere(under_way.popleft(), workers)
+        done += 1
+    return done / (time.perf_counter() - began)
+
+
+def rows(load: Load, only: Callable[[str], bool]) -> list[Row]:
+    """Latency and rate at each N; a server and both sides' workers of their own."""
+    found: list[Row] = []
+    with load.server("bus") as server:
+        for workers in load.workers:
+            found += _at(server, workers, load, only)
+    return found
+
+
+def _at(server: EmbeddedServer, workers: int, load: Load, only: Callable[[str], bool]) -> list[Row]:
+    namespace = f"bus-{workers}"
+    chunks = hashes()
+    body = evict_body(chunks)
+    ours: list[list[float]] = []
+    peer: list[list[float]] = []
+    our_rates: list[float] = []
+    peer_rates: list[float] = []
+    arguments = ["--redis-url", server.url, "--namespace", namespace, "--workers", str(workers)]
+    with (
+        Children("benchmarks.counting", arguments, workers),
+        Children("benchmarks.fanout", ["workers", "--workers", str(workers)], workers) as http,
+        Children("benchmarks.fanout", ["scheduler", "--ports", ports(http)], 1) as scheduler,
+        KVBus(load_settings({"redis_url": server.url, "namespace": namespace})) as bus,
+    ):
+        port = int(scheduler.ready[0]["port"])
+        caller = Caller(port)
+
+        def one_command() -> None:
+            answered_everywhere(bus.evict(chunks), workers)
+
+        def one_request() -> None:
+            caller.post("/memory/evict", body)
+
+        latencies_ms(one_command, 20)
+        latencies_ms(one_request, 20)
+        for _ in range(load.rounds):
+            if only("latency"):
+                ours.append(latencies_ms(one_command, load.calls))
+                peer.append(latencies_ms(one_request, load.calls))
+            if only("rate"):
+                our_rates.append(bus_rate(bus, chunks, workers, load.seconds))
+                peer_rates.append(rate(port, body, clients=CLIENTS, seconds=load.seconds))
+        caller.close()
+    found: list[Row] = []
+    if ours:
+        for share, name, times in ((0.5, "p50", 4), (0.99, "p99", 5)):
+            mine, theirs = ([percentile(turn, share) for turn in side] for side in (ours, peer))
+            found.append(
+                compared(f"bus only: evict answered by all, {name}", workers, mine, theirs, "ms", times_lower(times))
+            )
+    if our_rates:
+        goal = times_higher(RATE_GOALS.get(workers, 50))
+        found.append(compared("bus only: answered everywhere", workers, our_rates, peer_rates, "commands/s", goal))
+    return found
+
+
+def ports(children: Children) -> str:
+    return ",".join(str(line["port"]) for line in children.ready)
