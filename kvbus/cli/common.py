@@ -150,11 +150,12 @@ EXAMPLES: dict[str, tuple[str, ...]] = {}
 
 
 def command(
-    app: typer.Typer, name: str, *, group: str = "", examples: Sequence[str] = ()
+    app: typer.Typer, name: str, *, group: str = "", examples: Sequence[str] = (), takes_hashes: bool = False
 ) -> Callable[[Callable[Concatenate[Cli, P], ExitCode | None]], Callable[Concatenate[Cli, P], ExitCode | None]]:
     """Register a function as a command: it gets a Cli first, and every command the options for all.
 
-    group: the name of the sub-app, if any. examples: command lines, the first the most common.
+    group: the name of the sub-app, if any. examples: command lines, the first the most common. takes_hashes: its
+    arguments may begin with a minus, as every second chunk hash does; no short option of it may be a hex digit.
     """
     EXAMPLES[f"{group} {name}".strip()] = tuple(examples)
     epilog = "Examples:\n\n" + "\n\n".join(f"  $ {example}" for example in examples) if examples else None
@@ -187,7 +188,7 @@ def command(
         run.__annotations__ = {parameter.name: parameter.annotation for parameter in (context, *own, *common)}
         run.__doc__ = function.__doc__
         run.__name__ = function.__name__
-        app.command(name, epilog=epilog)(run)
+        app.command(name, epilog=epilog, context_settings={"ignore_unknown_options": takes_hashes})(run)
         return function
 
     return register

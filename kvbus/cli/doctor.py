@@ -7,6 +7,7 @@ import typer
 from kvbus.cli.common import Cli, command
 from kvbus.cli.exits import ExitCode
 from kvbus.cli.output import styled
+from kvbus.errors import BusUnavailable
 from kvbus.ops.doctor import Level, examine
 
 STYLE = {Level.OK: "green", Level.WARN: "yellow", Level.FAIL: "bold red", Level.SKIP: "dim"}
@@ -27,7 +28,7 @@ def doctor_command(cli: Cli) -> ExitCode:
     unreachable = False
     for finding in examine(cli.settings):
         levels[finding.level] += 1
-        unreachable = unreachable or (finding.probe == "reachable" and finding.level is Level.FAIL)
+        unreachable = unreachable or (finding.probe == "reachable" and finding.code == BusUnavailable.code)
         line = styled(f"{finding.level:4}  ", STYLE[finding.level]) + styled(f"{finding.probe:14}", "bold")
         line += styled(f"  {finding.evidence}")
         if finding.mend:

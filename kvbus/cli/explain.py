@@ -42,7 +42,13 @@ def register(root: typer.Typer) -> None:
     root.add_typer(app, name="explain")
 
 
-@command(app, "chunk", group="explain", examples=("kvbus explain chunk 3f5c45ecbab5e9fd",))
+@command(
+    app,
+    "chunk",
+    group="explain",
+    takes_hashes=True,
+    examples=("kvbus explain chunk 3f5c45ecbab5e9fd", "kvbus explain chunk -6ed9a448787a198f --from 1h"),
+)
 def chunk(
     cli: Cli,
     hash_text: Annotated[str, typer.Argument(metavar="HASH", help="The chunk's hash.")],

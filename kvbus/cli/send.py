@@ -61,6 +61,7 @@ def register(root: typer.Typer) -> None:
     app,
     "prefetch",
     group="send",
+    takes_hashes=True,
     examples=(
         "kvbus send prefetch 3f5c45ecbab5e9fd -6ed9a448787a198f --wait",
         "kvbus send prefetch --file chunks.txt --source LocalDiskBackend --ttl 10s",
@@ -97,6 +98,7 @@ def prefetch(
     app,
     "evict",
     group="send",
+    takes_hashes=True,
     examples=(
         "kvbus send evict 3f5c45ecbab5e9fd --wait",
         "kvbus tail events --session agent-7 --json | jq -r '.message.chunk_hashes[]' | kvbus send evict -",
@@ -129,7 +131,7 @@ def evict(
     return _send(cli, message, wait, timeout, dry_run)
 
 
-@command(app, "lookup", group="send", examples=("kvbus send lookup 3f5c45ecbab5e9fd",))
+@command(app, "lookup", group="send", takes_hashes=True, examples=("kvbus send lookup 3f5c45ecbab5e9fd",))
 def lookup(
     cli: Cli,
     hashes: Hashes = None,

@@ -21,12 +21,16 @@ class Level(StrEnum):
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """One line of the report. mend: one command or setting, empty when there is nothing to mend."""
+    """One line of the report. mend: one command or setting, empty when there is nothing to mend.
+
+    code: of the error that ended the probe, if one did.
+    """
 
     level: Level
     probe: str
     evidence: str
     mend: str = ""
+    code: str = ""
 
 
 Probe = Callable[[Bus], Iterable[Finding]]
@@ -81,14 +85,15 @@ def examine(settings: Settings) -> Iterator[Finding]:
             try:
                 yield from probe(bus)
                 away = 0
-            except BusUnavailable as error:
-                away = GIVE_UP_AFTER if name == "reachable" else away + 1
-                yield Finding(Level.FAIL, name, error.message, error.hint)
-            except BusError as error:
-                yield Finding(Level.WARN, name, error.message, error.hint)
-            except ConfigError as error:
-                away = GIVE_UP_AFTER
-                yield Finding(Level.FAIL, name, error.message, error.hint)
+            except (BusError, ConfigError) as error:
+                level = Level.FAIL
+                if name == "reachable" or isinstance(error, ConfigError):
+                    away = GIVE_UP_AFTER
+                elif isinstance(error, BusUnavailable):
+                    away += 1
+                else:
+                    level = Level.WARN  # this user may not ask
+                yield Finding(level, name, error.message, error.hint, error.code)
     finally:
         bus.close()
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections import deque
 from collections.abc import Iterable, Iterator
 
 import msgspec
 
 from kvbus.client import KVBus
-from kvbus.history import FoundCommand, find_command, find_latest
+from kvbus.history import FoundCommand, command_at, find_command, find_latest
 from kvbus.ops.entries import Filters, Seen, as_command, chunks_of
 from kvbus.ops.tail import history
 from kvbus.protocol.commands import Command
@@ -21,6 +22,7 @@ from kvbus.streams.connection import Bus
 from kvbus.streams.log import Log
 from kvbus.streams.position import id_key
 from kvbus.streams.registry import Membership
+from kvbus.streams.subscription import message_id
 
 KEEP = 1_000
 """Moments that a timeline keeps, the newest: a prompt that all requests share is announced by each of them."""
@@ -118,7 +120,7 @@ def explain_command(bus: Bus, name: str) -> Timeline | None:
     None when no stream knows of it. Raises BusError.
     """
     log, moments = Log(bus), _Moments()
-    found = find_command(log, name) or find_latest(log, name)
+    found = _at(log, name) or find_command(log, name) or find_latest(log, name)
     own_id = found.command_id if found is not None else name
     origin = _origin(log, found)
     notes = [] if origin is None else [f"it repeats {origin}"]
@@ -230,6 +232,13 @@ def outcome_of(chunk: ChunkHash, command: Command, result: CommandResult) -> tup
     if cut:
         good.append("not among those that the result names")
     return (" or ".join(good) if good else str(result.status)), error
+
+
+def _at(log: Log, entry_id: str) -> FoundCommand | None:
+    if not re.fullmatch(r"\d{1,20}-\d{1,20}", entry_id, re.ASCII):
+        return None
+    fields = log.get(log.bus.keys.commands, entry_id)
+    return None if fields is None else command_at(log, entry_id, message_id(entry_id, fields))
 
 
 def _origin(log: Log, found: FoundCommand | None) -> str | None:
