@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 import traceback
 from multiprocessing.connection import Client
 from typing import Any
@@ -49,6 +50,14 @@ class Host:
             }
             for output in outputs
         ]
+
+    def generate_for(self, seconds: float, prompts: list[list[int]]) -> list[dict[str, Any]]:
+        """The same prompts again and again for this long."""
+        outputs = []
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            outputs += self.generate(prompts)
+        return outputs
 
     def storm(self, seed: int, count: int) -> dict[str, Any]:
         """See tests.e2e.storm."""
