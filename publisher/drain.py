@@ -204,15 +204,19 @@ class Drain:
 
     def _encode_waiting(self) -> None:
         size = 0
+        clock_ms = self._bus.now_ms() - time.monotonic() * 1000
         while self._waiting and size < MAX_BATCH_BYTES and time.monotonic() < self._deadline:
-            record = self._encode(self._waiting[0])
+            record = self._encode(self._waiting[0], clock_ms)
             self._waiting.popleft()
             if record is not None:
                 self._ready.append(record)
                 size += len(record.body)
 
-    def _encode(self, item: Waiting) -> Record | None:
-        """None for an event that cannot go on the bus: counted, and readers see the hole."""
+    def _encode(self, item: Waiting, clock_ms: float) -> Record | None:
+        """None for an event that cannot go on the bus: counted, and readers see the hole.
+
+        clock_ms: what makes server time of this process's monotonic one.
+        """
         finished = item.finished
         hashes = finished.chunk_hashes
         if hashes is None:
@@ -225,7 +229,6 @@ class Drain:
                     "hashes", "request %.100s: no hashes, for making them failed: %r", finished.request_id, error
                 )
                 hashes = ()
-        age_ms = int((time.monotonic() - item.at) * 1000)
         try:
             record, mended = encode(
                 finished,
@@ -233,7 +236,7 @@ class Drain:
                 publisher=self._name,
                 epoch=self._presence.epoch,
                 seq=item.seq,
-                finished_at_ms=max(0, self._bus.now_ms() - age_ms),
+                finished_at_ms=max(0, int(clock_ms + item.at * 1000)),
             )
         except (ProtocolError, TypeError, ValueError) as error:
             self._counters.add("events_dropped_invalid")
