@@ -1,6 +1,6 @@
 #!/bin/sh
 # Writes the ACL file of a namespace to stdout: render-acl.sh [users.acl.in]
-# Takes NAMESPACE (default: default), and ADMIN_, PUBLISHER_, WORKER_, MEMORY_, FACADE_ and OBSERVER_PASSWORD.
+# Takes NAMESPACE (default: default), and ADMIN_, PUBLISHER_, WORKER_, ENGINE_, MEMORY_, FACADE_, OBSERVER_PASSWORD.
 set -eu
 
 template="${1:-$(dirname "$0")/users.acl.in}"
@@ -15,7 +15,7 @@ plain() { # name, value: only what needs no quoting in an ACL file, a URL or sed
 
 plain NAMESPACE "$namespace"
 script="s/@NAMESPACE@/$namespace/g"
-for role in ADMIN PUBLISHER WORKER MEMORY FACADE OBSERVER; do
+for role in ADMIN PUBLISHER WORKER ENGINE MEMORY FACADE OBSERVER; do
     eval "value=\${${role}_PASSWORD:-}"
     plain "${role}_PASSWORD" "$value"
     script="$script;s/@${role}_PASSWORD@/$value/g"

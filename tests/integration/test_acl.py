@@ -24,7 +24,7 @@ from tests.facade_kit import QUICK, Scene, result, scene
 from tests.servers import RealServer, eventually
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
-ROLES = ("admin", "publisher", "worker", "memory", "facade", "observer")
+ROLES = ("admin", "publisher", "worker", "engine", "memory", "facade", "observer")
 NAMESPACE = "cell-7"
 P = f"kvbus:{{{NAMESPACE}}}:"
 
@@ -132,6 +132,24 @@ def test_every_role_does_its_whole_job(guarded: Guarded, here: Scene) -> None:
     assert guarded.refused() == []
 
 
+def test_vllm_in_both_roles_with_one_user(guarded: Guarded) -> None:
+    with (
+        scene(guarded.settings("engine")) as here,
+        Publisher(guarded.settings("engine"), name="llm/scheduler", instance="llm") as told,
+        KVBus(guarded.settings("memory")) as bus,
+        bus.events(start="start") as events,
+    ):
+        worker = here.worker("llm/0")
+        write_stats(here.bus(), "llm/0", {"fine": 1})
+        told.publish(finished(0))
+        assert bus.evict(["1"]).wait(20).complete
+        seen: set[str] = set()
+        while not seen >= {"request.finished", "worker.started"}:
+            seen |= {delivery.event.TYPE for delivery in events.read(block_ms=200)}
+        worker.stop()
+    assert guarded.refused() == []
+
+
 def _memory_works(guarded: Guarded) -> None:
     with KVBus(guarded.settings("memory"), issuer="memory") as bus:
         assert bus.evict(["1"]).wait(20).complete
@@ -210,6 +228,7 @@ MAY: dict[str, set[str]] = {
     "facade": {"write a command"},
     "observer": set(),
 }
+MAY["engine"] = MAY["publisher"] | MAY["worker"]
 MAY["memory"].add("a worker's counters")  # its own counters stand beside them, under a name that it chooses
 
 
