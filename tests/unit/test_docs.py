@@ -53,3 +53,16 @@ def test_the_first_screen_says_how_to_begin() -> None:
     first = "\n".join((ROOT / "README.md").read_text().splitlines()[:25])
     assert "make demo" in first
     assert "make test" in first
+
+
+def test_every_setting_is_documented_with_its_default() -> None:
+    rows = re.findall(r"^\| `(\w+)` \| ([^|]*) \|", (ROOT / "docs/settings.md").read_text(), re.MULTILINE)
+    shown = {name: text.strip().strip("`") for name, text in rows}
+    defaults = Settings()
+    expected = {}
+    for name in Settings.__struct_fields__:
+        value = getattr(defaults, name)
+        expected[name] = (
+            "" if value is None or value == "" else str(value).lower() if value in (True, False) else str(value)
+        )
+    assert shown == expected
