@@ -51,7 +51,7 @@ class ConfigError(KVBusError):
     """A setting has a value that cannot be used."""
 
     code = "config"
-    default_hint = "Correct the named setting; `kvbus doctor` lists the settings in force."
+    default_hint = "Correct the named setting; docs/settings.md lists them."
 
 
 class MissingExtra(KVBusError):
