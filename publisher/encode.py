@@ -21,7 +21,7 @@ _FITS_A_BODY = 40_000
 """Digests of 32 bytes that fit into a body whatever else it holds."""
 
 
-class Record(msgspec.Struct, frozen=True):
+class Record(msgspec.Struct, frozen=True, gc=False):
     """An event ready to be sent. body: the msgpack body, which holds epoch and seq as well."""
 
     epoch: int
@@ -88,6 +88,7 @@ _Body = msgspec.defstruct(
     omit_defaults=True,
     kw_only=True,
     frozen=True,
+    gc=False,
 )
 """RequestFinished on the wire, without its checks."""
 _INTEGERS = tuple[int, ...]  # their range, the encoder checks: no integer beyond 64 bits fits msgpack
