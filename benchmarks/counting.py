@@ -11,6 +11,7 @@ import argparse
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import repeat
 from typing import Any
 
 from benchmarks.children import fork_all, until_told
@@ -52,7 +53,7 @@ class CountingEngine:
         self, chunks: Sequence[ChunkHash], *, tags: Tags = (), locations: tuple[str, ...] | None = None
     ) -> list[ChunkOutcome]:
         self.chunks += len(chunks)
-        return [ChunkOutcome(chunk, Outcome.EVICTED, 1) for chunk in chunks]
+        return list(map(ChunkOutcome, chunks, repeat(Outcome.EVICTED), repeat(1)))
 
     def lookup(self, chunks: Sequence[ChunkHash], *, tags: Tags = ()) -> list[ChunkLocation]:
         self.chunks += len(chunks)

@@ -150,10 +150,12 @@ class Answers:
             subscription.interrupt()
             thread.join(0.02)
 
-    def expect(self, command_id: str) -> None:
-        """Keep this command's answers from now on, before anyone knows who will give them."""
+    def expect(self, *command_ids: str) -> None:
+        """Keep these commands' answers from now on, before anyone knows who will give them."""
+        until = time.monotonic() + HOLD_S
         with self._lock:
-            self._record(command_id).hold_until = time.monotonic() + HOLD_S
+            for command_id in command_ids:
+                self._record(command_id).hold_until = until
 
     def owed_by(self, command_id: str, members: tuple[Member, ...]) -> None:
         """Who was registered when the command was written."""

@@ -198,27 +198,47 @@ class KVBus:
         need_workers: raise NoWorkers, with nothing written, when nobody is alive to carry the command out. After an
         outage of the bus every heartbeat has lapsed for a second or two: `answers.may_return` knows.
         """
-        own_id = command_id or new_message_id()
+        ids = [command_id or new_message_id()]
+        return self._send([command], ids, origin, timeout_s, need_workers)[0]
+
+    def send_all(self, commands: Sequence[Command], *, timeout_s: float = SEND_TIMEOUT_S) -> list[CommandHandle]:
+        """Put many commands on the stream, in this order and in few round trips. Raises as `send` does.
+
+        When it raises BusUnavailable some of them may have been written.
+        """
+        return self._send(commands, [new_message_id() for _ in commands], None, timeout_s, False)
+
+    def _send(
+        self, commands: Sequence[Command], ids: Sequence[str], origin: str | None, timeout_s: float, need_workers: bool
+    ) -> list[CommandHandle]:
         deadline = time.monotonic() + timeout_s
         backoff = 0.02
         while True:
             try:
                 self.answers.start()
-                if command.issued_at_ms is None:
-                    command = msgspec.structs.replace(
-                        command, issued_at_ms=self.bus.now_ms(), issuer=command.issuer or self.issuer
-                    )
-                fields = encode_entry(command, message_id=own_id, origin=origin)
-                self.answers.expect(own_id)
-                issued = self._issuer.issue(fields, need_alive=need_workers)
+                commands = [self._stamped(command) for command in commands]
+                entries = [
+                    encode_entry(command, message_id=own_id, origin=origin)
+                    for command, own_id in zip(commands, ids, strict=True)
+                ]
+                self.answers.expect(*ids)
+                issued = self._issuer.issue_all(entries, need_alive=need_workers)
                 break
             except BusUnavailable:
                 if time.monotonic() + backoff > deadline:
                     raise
                 time.sleep(backoff * random.uniform(0.5, 1.0))
                 backoff = min(backoff * 2, 0.5)
-        self.answers.owed_by(own_id, issued.members)
-        return CommandHandle(self.answers, command, own_id, issued)
+        handles = []
+        for command, own_id, one in zip(commands, ids, issued, strict=True):
+            self.answers.owed_by(own_id, one.members)
+            handles.append(CommandHandle(self.answers, command, own_id, one))
+        return handles
+
+    def _stamped(self, command: Command) -> Command:
+        if command.issued_at_ms is not None:
+            return command
+        return msgspec.structs.replace(command, issued_at_ms=self.bus.now_ms(), issuer=command.issuer or self.issuer)
 
     def workers(self) -> tuple[Member, ...]:
         """Who is registered, and who of them is alive. Raises BusError."""

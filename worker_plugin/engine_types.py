@@ -15,7 +15,7 @@ Tags = tuple[tuple[str, str], ...]
 """Ordered (name, value) pairs of a request's `lmcache.tag.<name>` configs. LMCache compares them as a tuple."""
 
 
-class ChunkOutcome(msgspec.Struct, frozen=True):
+class ChunkOutcome(msgspec.Struct, frozen=True, gc=False):
     """What a verb did with one chunk.
 
     tiers: how many tiers it was removed from (evict); can be 1 where the outcome is not `evicted`, as when one of two
@@ -29,7 +29,7 @@ class ChunkOutcome(msgspec.Struct, frozen=True):
     detail: str = ""
 
 
-class ChunkLocation(msgspec.Struct, frozen=True):
+class ChunkLocation(msgspec.Struct, frozen=True, gc=False):
     """tiers: LMCache's own backend names, fastest first: LocalCPUBackend, LocalDiskBackend."""
 
     chunk_hash: ChunkHash

@@ -221,31 +221,35 @@ class Executor:
     def _evict(self, command: Evict, places: range | list[int], tally: Tally) -> bool:
         """Evict the chunks at these places, tail first; False when a stop came in between."""
         chunks = command.chunk_hashes
-        wanted = {chunks[place] for place in places}
-        awaited: set[ChunkHash] = set()
-        if command.locations is None or DDR in command.locations:
-            self._prefetches.drop(wanted, command.tags)
-        else:
-            # From the SSD alone: a prefetch that came before still needs what it has not read.
-            awaited = self._prefetches.awaits(wanted, command.tags)
-        free = []
-        for place in places:
-            if chunks[place] in awaited:
-                tally.put(place, ChunkOutcome(chunks[place], Outcome.BUSY))
-            else:
-                free.append(place)
-        for end in range(len(free), 0, -SLICE):
+        awaited = self._overtake(command, places) if self._prefetches.waiting else set()
+        if awaited:
+            for place in places:
+                if chunks[place] in awaited:
+                    tally.put(place, ChunkOutcome(chunks[place], Outcome.BUSY))
+            places = [place for place in places if chunks[place] not in awaited]
+        for end in range(len(places), 0, -SLICE):
             if self._stopping:
                 return False
-            part = free[max(0, end - SLICE) : end]
+            part = places[max(0, end - SLICE) : end]
+            wanted = chunks[part.start : part.stop] if isinstance(part, range) else [chunks[place] for place in part]
             self._busy_since = time.monotonic()
-            outcomes = self._engine.evict(
-                [chunks[place] for place in part], tags=command.tags, locations=command.locations
-            )
-            for place, outcome in zip(part, outcomes, strict=True):
-                tally.put(place, outcome)
+            outcomes = self._engine.evict(wanted, tags=command.tags, locations=command.locations)
+            if isinstance(part, range):  # the first time, and all of them
+                tally.put_run(part.start, outcomes)
+            else:
+                for place, outcome in zip(part, outcomes, strict=True):
+                    tally.put(place, outcome)
         self._busy_since = None
         return True
+
+    def _overtake(self, command: Evict, places: range | list[int]) -> set[ChunkHash]:
+        """Tell earlier prefetches what they need not bring any more; the chunks that one of them still needs."""
+        wanted = {command.chunk_hashes[place] for place in places}
+        if command.locations is None or DDR in command.locations:
+            self._prefetches.drop(wanted, command.tags)
+            return set()
+        # From the SSD alone: a prefetch that came before still needs what it has not read.
+        return self._prefetches.awaits(wanted, command.tags)
 
     def _defer(self, evict: _Deferred) -> None:
         self._counters.add("deferred")

@@ -35,6 +35,9 @@ class Outcome(StrEnum):
     FAILED = "failed"
     """Anything else; the error says what."""
 
+    __hash__ = str.__hash__
+    """As all its equals have; and Enum's own is Python, called for every chunk that is counted."""
+
 
 class Status(StrEnum):
     """What became of one command in one worker."""
@@ -51,6 +54,8 @@ class Status(StrEnum):
     FAILED = "failed"
     DEFERRED = "deferred"
     """Interim: a chunk is in use and will be tried again; a final result follows."""
+
+    __hash__ = str.__hash__
 
     @property
     def final(self) -> bool:

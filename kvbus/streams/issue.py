@@ -1,18 +1,24 @@
-"""Putting a command on the stream, and reading in the same step who owes a result for it."""
+"""Putting commands on the stream, and reading in the same step who owes a result for them."""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 
 import msgspec
 
-from kvbus.errors import NoWorkers
+from kvbus.errors import BusError, BusUnavailable, KVBusError, NoWorkers
 from kvbus.protocol.codec import Fields
 from kvbus.streams.connection import Bus, Script, bus_errors
 from kvbus.streams.log import Log
 from kvbus.streams.registry import Member, Membership
 
-# With ARGV[2] = 1 nothing is written unless one of the named heartbeats is there.
+BATCH = 64
+"""Commands a step at the most: a script holds everybody up while it runs."""
+BATCH_BYTES = 1 << 20
+
+# KEYS: commands, workers, then the heartbeats asked about. ARGV: MAXLEN, then for each command
+# whether it is written only if one of them is there, how many words it has, and its fields.
 _ISSUE = Script(
     """
 local alive, living = {}, 0
@@ -20,14 +26,20 @@ for i = 3, #KEYS do
   alive[i - 2] = redis.call('EXISTS', KEYS[i])
   living = living + alive[i - 2]
 end
-local id = ''
-if ARGV[2] == '0' or living > 0 then
-  local entry = {'XADD', KEYS[1], '*'}
-  if ARGV[1] ~= '0' then entry = {'XADD', KEYS[1], 'MAXLEN', '~', ARGV[1], '*'} end
-  for i = 3, #ARGV do entry[#entry + 1] = ARGV[i] end
-  id = redis.call(unpack(entry))
+local head = {'XADD', KEYS[1], '*'}
+if ARGV[1] ~= '0' then head = {'XADD', KEYS[1], 'MAXLEN', '~', ARGV[1], '*'} end
+local ids, at = {}, 2
+while at <= #ARGV do
+  local words, id = tonumber(ARGV[at + 1]), ''
+  if ARGV[at] == '0' or living > 0 then
+    local entry = {unpack(head)}
+    for i = at + 2, at + 1 + words do entry[#entry + 1] = ARGV[i] end
+    id = redis.call(unpack(entry))
+  end
+  ids[#ids + 1] = id
+  at = at + 2 + words
 end
-return {id, redis.call('HGETALL', KEYS[2]), alive}
+return {ids, redis.call('HGETALL', KEYS[2]), alive}
 """
 )
 
@@ -39,15 +51,35 @@ class Issued(msgspec.Struct, frozen=True):
     members: tuple[Member, ...]
 
 
+class _Waiting:
+    """A command whose sender waits for its turn, or for another thread's step that takes it along."""
+
+    __slots__ = ("error", "fields", "issued", "need_alive", "size")
+
+    def __init__(self, fields: Fields, need_alive: bool) -> None:
+        self.fields = fields
+        self.need_alive = need_alive
+        self.size = sum(map(len, fields.values()))
+        self.issued: Issued | None = None
+        self.error: KVBusError | None = None
+
+    @property
+    def done(self) -> bool:
+        return self.issued is not None or self.error is not None
+
+
 class Issuer:
-    """Writes commands. Safe for threads."""
+    """Writes commands. Safe for threads: those that come while a step is under way go together in the next one."""
 
     def __init__(self, bus: Bus, log: Log | None = None) -> None:
         self._bus = bus
         self._log = log or Log(bus)
         self._membership = Membership(bus)
         self._lock = threading.Lock()
+        self._turn = threading.Lock()
+        self._queue: list[_Waiting] = []
         self._names: tuple[str, ...] = ()
+        self._last_members: tuple[Member, ...] = ()
 
     def members(self) -> tuple[Member, ...]:
         """Who is registered now, and who of them is alive. Raises BusError."""
@@ -61,26 +93,66 @@ class Issuer:
 
         need_alive: raise NoWorkers, with nothing written, when no registered worker's heartbeat is there.
         """
-        issued = self._issue(fields, need_alive)
-        if not issued.entry_id and any(member.alive for member in issued.members):
-            issued = self._issue(fields, need_alive)  # a worker that this process had not heard of
-        if not issued.entry_id:
-            names = ", ".join(member.name for member in issued.members) or "none"
-            raise NoWorkers(f"no worker is alive in namespace {self._bus.keys.namespace!r} (registered: {names})")
-        return issued
+        return self.issue_all([fields], need_alive=need_alive)[0]
+
+    def issue_all(self, batch: Sequence[Fields], *, need_alive: bool = False) -> list[Issued]:
+        """Append commands in this order. Raises as `issue` does; some of them may then have been written."""
+        mine = [_Waiting(fields, need_alive) for fields in batch]
+        with self._lock:
+            self._queue += mine
+        for item in mine:
+            while not item.done:
+                with self._turn:
+                    if not item.done:
+                        self._step()
+        found = []
+        for item in mine:
+            if item.error is not None:
+                raise item.error
+            assert item.issued is not None
+            found.append(item.issued)
+        return found
 
     def alive(self, names: list[str]) -> dict[str, bool]:
         """Whose heartbeat has not lapsed. Raises BusError."""
         return self._membership.alive(names)
 
-    def _issue(self, fields: Fields, need_alive: bool) -> Issued:
+    def _step(self) -> None:
+        """One round trip for the commands at the head of the queue. It ends for all of them in the same way."""
+        with self._lock:
+            size, count = 0, 0
+            for item in self._queue[:BATCH]:
+                size += item.size
+                if count and size > BATCH_BYTES:
+                    break
+                count += 1
+            batch, self._queue = self._queue[:count], self._queue[count:]
+        try:
+            unwritten = self._write(batch)
+            if unwritten and any(member.alive for member in self._last_members):
+                unwritten = self._write(unwritten)  # a worker that this process had not heard of
+            if unwritten:
+                names = ", ".join(member.name for member in self._last_members) or "none"
+                nobody = f"no worker is alive in namespace {self._bus.keys.namespace!r} (registered: {names})"
+                for item in unwritten:
+                    item.error = NoWorkers(nobody)
+        except BaseException as error:
+            for item in batch:
+                # Whatever ended this thread's step, the others must not wait for ever.
+                item.error = error if isinstance(error, BusError) else BusUnavailable(f"XADD: {error!r}")
+            if not isinstance(error, BusError):
+                raise
+
+    def _write(self, batch: Sequence[_Waiting]) -> list[_Waiting]:
+        """Those that were not written, for want of workers."""
         keys, names = self._bus.keys, self._names
-        size = sum(map(len, fields.values()))
-        args: list[str | bytes | int] = [self._log.maxlen(keys.commands, size), int(need_alive)]
-        for name, value in fields.items():
-            args += [name, value]
+        args: list[str | bytes | int] = [self._log.maxlen(keys.commands, sum(item.size for item in batch))]
+        for item in batch:
+            args += [int(item.need_alive), 2 * len(item.fields)]
+            for name, value in item.fields.items():
+                args += [name, value]
         with bus_errors(f"XADD {keys.commands}"):
-            entry_id, raw, flags = _ISSUE.run(
+            ids, raw, flags = _ISSUE.run(
                 self._bus.client, [keys.commands, keys.workers, *(keys.live(name) for name in names)], args
             )
         registered = dict(zip(raw[::2], raw[1::2], strict=True))
@@ -90,4 +162,11 @@ class Issuer:
         if found != names:
             with self._lock:
                 self._names = found
-        return Issued(entry_id.decode(), members)
+        self._last_members = members
+        unwritten = []
+        for item, entry_id in zip(batch, ids, strict=True):
+            if entry_id:
+                item.issued = Issued(entry_id.decode(), members)
+            else:
+                unwritten.append(item)
+        return unwritten
