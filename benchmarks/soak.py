@@ -38,6 +38,8 @@ SHAPE = ("--layers", "8", "--kv-heads", "4", "--head-size", "64")
 TEXTS, CHUNKS_A_TEXT = 6, 50
 """300 chunks, 150 MiB a rank, in a DDR pool of 0.1 GB."""
 LARGEST = 60
+SAFE = {"appendfsync": "always"}
+"""With everysec a killed server may lose what it has acknowledged."""
 FAULTS = ("kill worker", "cut connections", "restart server")
 
 
@@ -153,7 +155,15 @@ def main() -> int:
     began = time.monotonic()
     with (
         tempfile.TemporaryDirectory(prefix="kvbus-soak-") as data,
-        System(Path(data), instance="soak", ranks=RANKS, chunk_size=CHUNK, facade=False, options=SHAPE) as system,
+        System(
+            Path(data),
+            instance="soak",
+            ranks=RANKS,
+            chunk_size=CHUNK,
+            facade=False,
+            options=SHAPE,
+            server_options=SAFE if args.faults else None,
+        ) as system,
         KVBus(system.settings(), issuer="soak") as bus,
     ):
         soak = Soak(system, bus, args.seed)

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
@@ -130,6 +130,7 @@ class System:
     """Server, workers and facade of one namespace, started together and stopped together.
 
     data: a directory for everything that they write. cpu_gb: DDR of each rank. options: more arguments of every worker.
+    server_options: more settings of the server, by their names in its configuration.
     """
 
     def __init__(
@@ -145,9 +146,10 @@ class System:
         redis_port: int = 0,
         facade_port: int = 0,
         options: Sequence[str] = (),
+        server_options: Mapping[str, str] | None = None,
     ) -> None:
         self.namespace = namespace
-        self.server = EmbeddedServer(data / "valkey", port=redis_port)
+        self.server = EmbeddedServer(data / "valkey", port=redis_port, options=server_options)
         self._data = data
         self._facade_wanted = facade
         self._facade_port = facade_port
