@@ -23,7 +23,7 @@ from kvbus.settings import Settings
 from kvbus.streams.connection import Bus
 
 KINDS = ("fakeredis", "valkey", "redis7")
-NO_DISK = {"appendonly": "no", "save": "", "repl-diskless-sync-delay": "0"}
+NO_DISK = {"appendonly": "no", "appendfsync": "always", "save": "", "repl-diskless-sync-delay": "0"}
 DEBUG = {"enable-debug-command": "local"}
 
 
@@ -60,7 +60,10 @@ def eventually(condition: Callable[[], Any], *, within_s: float = 20.0, what: st
 
 
 class RealServer:
-    """One Valkey or Redis process. Keeps nothing on disk unless `options` say so (appendonly: yes)."""
+    """One Valkey or Redis process. Keeps nothing on disk unless `options` say so (appendonly: yes).
+
+    With appendfsync everysec a killed server may lose what it has acknowledged, so here it is always.
+    """
 
     real = True
 
