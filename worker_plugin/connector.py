@@ -44,9 +44,12 @@ from vllm.v1.request import RequestStatus  # noqa: E402
 import worker_plugin  # noqa: E402
 from publisher import FinishedRequest, Publisher  # noqa: E402
 from publisher.hook import finished_request  # noqa: E402
-from worker_plugin.connector_hashes import HashTap, innermost, use_blake3  # noqa: E402
+from worker_plugin.connector_hashes import HashTap, use_blake3  # noqa: E402
 
 log = logging.getLogger(__name__)
+
+MAX_INSTANCE = 120
+"""Characters of a name taken from LMCache; a rank can follow."""
 
 
 class KVBusConnector(_Base):  # type: ignore[misc]
@@ -112,9 +115,10 @@ class KVBusConnector(_Base):  # type: ignore[misc]
         cancelled = side.is_cancelled(request)
         try:
             delay_free, params = base(request, *args, **kwargs)
-        except Exception as error:  # noqa: BLE001 - LMCache 0.4.3 raises here on an abort with async loading and a
-            # wrapped lookup client, and vLLM's engine would die of it
-            side.trouble("base", "request_finished of %s raised %r; the request ends without it", _Base.__name__, error)
+        except Exception as error:  # noqa: BLE001 - LMCache 0.4.3 raises here on an abort with asynchronous loading
+            # and a wrapped lookup client, LMCache-Ascend with chunk hashes and the synchronous client; the whole
+            # engine would die of it.
+            side.trouble("base", "%s.request_finished raised %r; the request ends without it", _Base.__name__, error)
             side.cancel(request)
             delay_free, params = False, None
         return delay_free, side.finished(request, params, cancelled)
@@ -170,49 +174,66 @@ class SchedulerSide:
     def listen_for(self, request: Any) -> None:
         """From here until the tap's request_id is cleared, hashes that LMCache makes are this request's."""
         try:
-            self.tap.follow(self._impl.lookup_client)
+            self._client()
             self.tap.request_id = request.request_id
         except Exception as error:  # noqa: BLE001 - never harm the request
             self.trouble("hash_tap", "cannot listen to LMCache's lookup: %r; its hashes will be made again", error)
 
     def is_cancelled(self, request: Any) -> bool:
         """Whether LMCache itself gave this request's asynchronous lookup up before the request ended (a timeout)."""
-        aborted = getattr(innermost(self._impl.lookup_client), "aborted_lookups", ())
-        return request.request_id in aborted
+        try:
+            return request.request_id in getattr(self._client(), "aborted_lookups", ())
+        except Exception as error:  # noqa: BLE001 - never harm the request
+            self.trouble("forget", "cannot see LMCache's aborted lookups: %r", error)
+            return True
 
     def cancel(self, request: Any) -> None:
         """What LMCache's request_finished does for an aborted request, on the client that knows how."""
-        client = innermost(self._impl.lookup_client)
-        if hasattr(client, "cancel_lookup") and request.status == RequestStatus.FINISHED_ABORTED:
-            client.cancel_lookup(request.request_id)
+        try:
+            client = self._client()
+            if hasattr(client, "cancel_lookup") and request.status == RequestStatus.FINISHED_ABORTED:
+                client.cancel_lookup(request.request_id)
+        except Exception as error:  # noqa: BLE001 - never harm the request
+            self.trouble("forget", "cannot cancel the lookup of request %.80s: %r", request.request_id, error)
 
     def finished(self, request: Any, params: Any, cancelled: bool) -> Any:
         """Publish the request's event, and return its kv_transfer_params with the hashes in them. Never raises."""
+        hashes = self.tap.pop(request.request_id)
         try:
             self._forget(request.request_id, cancelled)
         except Exception as error:  # noqa: BLE001 - never harm the request
-            self.trouble("forget", "cannot clear what LMCache keeps of request %s: %r", request.request_id, error)
+            self.trouble("forget", "cannot clear what LMCache keeps of request %.80s: %r", request.request_id, error)
         try:
-            hashes = self.tap.pop(request.request_id)
             if self._publisher is not None:
                 self._publisher.publish(self._event(request, params, hashes))
-            if hashes is not None and self._settings.return_chunk_hashes and "chunk_hashes" not in (params or ()):
-                params = {**(params or {}), "chunk_hashes": [format_hash(found) for found in hashes]}
         except Exception as error:  # noqa: BLE001 - never harm the request
             self.trouble("publish", "cannot publish the end of request %.80s: %r", request.request_id, error)
+        try:
+            wanted = hashes is not None and self._settings.return_chunk_hashes
+            if wanted and (not params or params.get("chunk_hashes") is None):
+                params = {**(params or {}), "chunk_hashes": [format_hash(found) for found in hashes or ()]}
+        except Exception as error:  # noqa: BLE001 - never harm the request
+            self.trouble("response", "no hashes in the response to request %.80s: %r", request.request_id, error)
         return params
 
     def stop(self) -> None:
-        """Send what is buffered, within stop_ms; then the publisher's thread has ended."""
-        if self._publisher is not None:
-            self._publisher.close(self._settings.stop_ms / 1000)
+        """Send what is buffered, within stop_ms; then the publisher's thread has ended. Never raises."""
+        try:
+            if self._publisher is not None:
+                self._publisher.close(self._settings.stop_ms / 1000)
+        except Exception as error:  # noqa: BLE001 - the base class has to be shut down, too
+            self.trouble("stop", "the publisher did not stop in good order: %r", error)
+
+    def _client(self) -> Any:
+        """LMCache's innermost lookup client, listened to."""
+        return self.tap.follow(self._impl.lookup_client)
 
     def _forget(self, request_id: str, cancelled: bool) -> None:
         """Clear what LMCache 0.4.3 keeps for ever of a request that is aborted after its lookup."""
         impl = self._impl
         impl.load_specs.pop(request_id, None)
         impl._requests_priority.pop(request_id, None)
-        client = innermost(impl.lookup_client)
+        client = self._client()
         aborted = getattr(client, "aborted_lookups", None)
         if aborted is None:
             client.clear_lookup_status(request_id)
@@ -304,8 +325,11 @@ class WorkerSide:
     def stop(self) -> None:
         """Stop consuming, within stop_ms. Never raises."""
         worker, self._worker = self._worker, None
-        if worker is not None:
-            worker.stop(self._settings.stop_ms / 1000)
+        try:
+            if worker is not None:
+                worker.stop(self._settings.stop_ms / 1000)
+        except Exception as error:  # noqa: BLE001 - the base class has to be shut down, too
+            self._log.warning("stop", "the worker did not stop in good order: %r", error)
 
 
 def instance_name(settings: Settings, lmcache_config: Any, vllm_config: Any) -> str:
@@ -316,10 +340,9 @@ def instance_name(settings: Settings, lmcache_config: Any, vllm_config: Any) -> 
     name = settings.instance
     if name is None:
         given = getattr(lmcache_config, "lmcache_instance_id", None) or ""
-        # LMCache 0.4.3, config_base._post_init: a fresh UUID in every process if nobody set one
-        if given and not re.fullmatch(r"lmcacheengineconfig_[0-9a-f]{32}", given):
-            name = re.sub(r"[^A-Za-z0-9._-]", "-", given)
-    name = (name or default_instance())[:110]
+        # LMCache 0.4.3, config_base._post_init: a fresh UUID in every process if nobody set one.
+        is_set = given and not re.fullmatch(r"lmcacheengineconfig_[0-9a-f]{32}", given)
+        name = re.sub(r"[^A-Za-z0-9._-]", "-", given)[:MAX_INSTANCE] if is_set else default_instance()
     parallel = vllm_config.parallel_config
     index = getattr(parallel, "data_parallel_index", None) or parallel.data_parallel_rank
     # vLLM 0.18, v1.engine.core: a dense model's ranks are told a size of 1, but their engine ids end in _dp<rank>.

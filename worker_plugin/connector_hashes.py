@@ -33,27 +33,29 @@ class HashTap:
         """Whose lookup is going on; None: nobody listens."""
         self._use_blake3 = use_blake3
         self._client: Any = None
+        self._inner: Any = None
         self._database: Any = None
 
-    def follow(self, client: Any) -> None:
+    def follow(self, client: Any) -> Any:
         """Listen to this lookup client; cheap where it is the same as before (LMCache can recreate its client).
 
-        client: the outermost one, or None. A client without a token_database makes no hashes to listen to.
+        client: the outermost one, or None. Returns the innermost one. A client without a token_database makes no
+        hashes to listen to.
         """
         if client is self._client:
-            return
-        self._client = client
-        self._database = None
-        inner = innermost(client)
+            return self._inner
+        self._client, self._database = client, None
+        inner = self._inner = innermost(client)
         database = getattr(inner, "token_database", None)
         if database is None:
-            return
+            return inner
         if isinstance(database, _Listened):
             database = database.kvbus_database
         if self._use_blake3:
             use_blake3(database)
         inner.token_database = _Listened(database, self)
         self._database = database
+        return inner
 
     def pop(self, request_id: str) -> Hashes | None:
         """The request's hashes; empty if its text has no whole chunk; None if it was never looked up."""
