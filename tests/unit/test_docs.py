@@ -40,7 +40,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 def test_named_settings_exist(page: Path) -> None:
     sources = "".join(file.read_text() for file in (ROOT / "kvbus").rglob("*.py"))
     outside = set(re.findall(r"\"(KVBUS_[A-Z_]+)\"", sources))  # options of single commands
-    for name in set(re.findall(r"KVBUS_[A-Z_]+[A-Z]", page.read_text())) - outside:
+    for name in set(re.findall(r"\bKVBUS_[A-Z_]*[A-Z]\b", page.read_text())) - outside:
         assert name.removeprefix("KVBUS_").lower() in Settings.__struct_fields__, name
 
 
