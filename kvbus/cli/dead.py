@@ -24,7 +24,7 @@ Ids = Annotated[
     list[str] | None,
     typer.Argument(metavar="[ID]...", help="The letter's entry id, or the id of the message that was refused."),
 ]
-Code = Annotated[str | None, typer.Option("--code", help="Only those refused with this error code.")]
+Code = Annotated[str | None, typer.Option("--code", metavar="CODE", help="Only those refused with this error code.")]
 By = Annotated[str | None, typer.Option("--by", metavar="WORKER", help="Only those that this worker refused.")]
 All = Annotated[bool, typer.Option("--all", help="All of them, or all that --code and --by leave.")]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
@@ -48,7 +48,7 @@ def register(root: typer.Typer) -> None:
 @command(app, "list", group="dead", examples=("kvbus dead list", "kvbus dead list --code undecodable --last 5"))
 def list_(
     cli: Cli,
-    last: Annotated[int, typer.Option("--last", min=1, help="At most the newest N.")] = 100,
+    last: Annotated[int, typer.Option("--last", metavar="N", min=1, help="At most the newest N.")] = 100,
     code: Code = None,
     by: By = None,
 ) -> None:

@@ -56,7 +56,8 @@ def record_command(
     cli: Cli,
     file: Annotated[Path, typer.Argument(help="The recording to make.")],
     stream: Annotated[
-        list[str] | None, typer.Option("--stream", help="Only this stream; may be repeated. All by itself.")
+        list[str] | None,
+        typer.Option("--stream", metavar="STREAM", help="Only this stream; may be repeated. All by itself."),
     ] = None,
     start: From = None,
     until: To = None,
@@ -74,6 +75,8 @@ def record_command(
             raise ConfigError(f"stream {name!r} is not known", hint=f"Use some of {', '.join(STREAMS)}.")
     if follow and until is not None:
         raise ConfigError("--to goes not with --follow", hint="Give one of them.")
+    if follow:
+        cli.out.note(f"recording into {file}; Ctrl-C ends it")
     with cli.bus() as bus, stopped_by_signal() as stop, _progress(cli, "recorded") as progress:
         done = record(
             bus,
@@ -133,7 +136,8 @@ def replay_command(
     into: Annotated[str | None, typer.Option("--into", metavar="NAMESPACE", help="The target namespace.")] = None,
     into_url: Annotated[str | None, typer.Option("--into-url", metavar="URL", help="The target server.")] = None,
     stream: Annotated[
-        list[str] | None, typer.Option("--stream", help="Of a recording: only this; events and commands by itself.")
+        list[str] | None,
+        typer.Option("--stream", metavar="STREAM", help="Of a recording: only this; events and commands by itself."),
     ] = None,
     start: From = None,
     until: To = None,

@@ -42,12 +42,16 @@ Hashes = Annotated[
     list[str] | None, typer.Argument(metavar="[HASH]...", help="Chunk hashes, the most important first; - for stdin.")
 ]
 File = Annotated[str | None, typer.Option("--file", metavar="FILE", help="Hashes from this file, too; - for stdin.")]
-LookupId = Annotated[str | None, typer.Option("--lookup-id", help="A name of your own for it; need not be unique.")]
+LookupId = Annotated[
+    str | None, typer.Option("--lookup-id", metavar="NAME", help="A name of your own for it; need not be unique.")
+]
 TagOption = Annotated[list[str] | None, typer.Option("--tag", metavar="NAME=VALUE", help="In the chunks' own order.")]
 TtlOption = Annotated[str | None, typer.Option("--ttl", metavar="SPAN", help="How long it is worth doing: 30s, 5m.")]
-Models = Annotated[list[str] | None, typer.Option("--model", help="Only workers of this model.")]
-Instances = Annotated[list[str] | None, typer.Option("--instance", help="Only workers of this instance.")]
-Ranks = Annotated[list[int] | None, typer.Option("--rank", help="Only workers of this rank.")]
+Models = Annotated[list[str] | None, typer.Option("--model", metavar="NAME", help="Only workers of this model.")]
+Instances = Annotated[
+    list[str] | None, typer.Option("--instance", metavar="NAME", help="Only workers of this instance.")
+]
+Ranks = Annotated[list[int] | None, typer.Option("--rank", metavar="N", help="Only workers of this rank.")]
 Wait = Annotated[bool, typer.Option("--wait", help="Show every worker's answer as it comes.")]
 Timeout = Annotated[str | None, typer.Option("--timeout", metavar="SPAN", help="How long to wait; the ttl by itself.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Check and show the command; send nothing.")]
@@ -72,7 +76,9 @@ def prefetch(
     hashes: Hashes = None,
     file: File = None,
     lookup_id: LookupId = None,
-    source: Annotated[list[str] | None, typer.Option("--source", help="Read only from this tier.")] = None,
+    source: Annotated[
+        list[str] | None, typer.Option("--source", metavar="TIER", help="Read only from this tier.")
+    ] = None,
     tag: TagOption = None,
     ttl: TtlOption = None,
     model: Models = None,
@@ -109,7 +115,9 @@ def evict(
     hashes: Hashes = None,
     file: File = None,
     lookup_id: LookupId = None,
-    location: Annotated[list[str] | None, typer.Option("--location", help="Only from this tier.")] = None,
+    location: Annotated[
+        list[str] | None, typer.Option("--location", metavar="TIER", help="Only from this tier.")
+    ] = None,
     tag: TagOption = None,
     ttl: TtlOption = None,
     model: Models = None,

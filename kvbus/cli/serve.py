@@ -21,16 +21,20 @@ CHECK_S = 0.5
 
 def register(app: typer.Typer) -> None:
     command(app, "up", examples=("kvbus up", "kvbus up --data ~/kvbus-data --port 7000"))(up)
-    command(app, "serve", examples=("kvbus serve", "kvbus serve --host 0.0.0.0 --port 6999"))(serve)
+    command(app, "serve", examples=("kvbus serve", "kvbus serve --port 8080"))(serve)
 
 
 def up(
     cli: Cli,
-    data: Annotated[Path, typer.Option("--data", help="Where the server keeps its append-only file.")] = Path(
-        ".data/kvbus"
-    ),
-    port: Annotated[int, typer.Option("--port", min=0, max=65_535, help="TCP port; 0 takes a free one.")] = 6379,
-    socket: Annotated[Path | None, typer.Option("--socket", help="Listen on this unix socket, too.")] = None,
+    data: Annotated[
+        Path, typer.Option("--data", metavar="DIR", help="Where the server keeps its append-only file.")
+    ] = Path(".data/kvbus"),
+    port: Annotated[
+        int, typer.Option("--port", metavar="N", min=0, max=65_535, help="TCP port; 0 takes a free one.")
+    ] = 6379,
+    socket: Annotated[
+        Path | None, typer.Option("--socket", metavar="PATH", help="Listen on this unix socket, too.")
+    ] = None,
 ) -> ExitCode:
     """Run a real Valkey for this machine until Ctrl-C: data on disk, nothing evicted, 127.0.0.1 only."""
     keys = Keys(cli.settings.namespace)
@@ -63,8 +67,10 @@ def up(
 
 def serve(
     cli: Cli,
-    host: Annotated[str | None, typer.Option("--host", help="Instead of KVBUS_REST_HOST.")] = None,
-    port: Annotated[int | None, typer.Option("--port", min=0, max=65_535, help="Instead of KVBUS_REST_PORT.")] = None,
+    host: Annotated[str | None, typer.Option("--host", metavar="ADDRESS", help="Instead of KVBUS_REST_HOST.")] = None,
+    port: Annotated[
+        int | None, typer.Option("--port", metavar="N", min=0, max=65_535, help="Instead of KVBUS_REST_PORT.")
+    ] = None,
 ) -> ExitCode:
     """Serve the REST facade (POST /memory/prefetch, /memory/evict, ...) until Ctrl-C."""
     import msgspec

@@ -41,20 +41,33 @@ def tail_command(
         str | None, typer.Option("--to", metavar="PLACE", help="Stop behind this id, date or time ago.")
     ] = None,
     last: Annotated[
-        int | None, typer.Option("--last", min=0, help="Begin with the last N; 10 when nothing else is said.")
+        int | None,
+        typer.Option("--last", metavar="N", min=0, help="Begin with the last N; 10 when nothing else is said."),
     ] = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with what comes.")] = False,
-    limit: Annotated[int | None, typer.Option("--limit", min=1, help="Stop after N.")] = None,
+    limit: Annotated[int | None, typer.Option("--limit", metavar="N", min=1, help="Stop after N.")] = None,
     raw_form: Annotated[bool, typer.Option("--raw", help="The entry's fields as they stand, undecoded.")] = False,
-    types: Annotated[list[str] | None, typer.Option("--type", help="Only this type; may be repeated.")] = None,
-    worker: Annotated[list[str] | None, typer.Option("--worker", help="Only what this worker wrote.")] = None,
-    instance: Annotated[list[str] | None, typer.Option("--instance", help="Only from or for this instance.")] = None,
-    request: Annotated[list[str] | None, typer.Option("--request", help="Only this request's events.")] = None,
-    session: Annotated[list[str] | None, typer.Option("--session", help="Only requests of this session.")] = None,
-    command_id: Annotated[
-        list[str] | None, typer.Option("--command", help="Only this command and its results.")
+    types: Annotated[
+        list[str] | None, typer.Option("--type", metavar="TYPE", help="Only this type; may be repeated.")
     ] = None,
-    chunk: Annotated[list[str] | None, typer.Option("--hash", help="Only what names this chunk.")] = None,
+    worker: Annotated[
+        list[str] | None, typer.Option("--worker", metavar="NAME", help="Only what this worker wrote.")
+    ] = None,
+    instance: Annotated[
+        list[str] | None, typer.Option("--instance", metavar="NAME", help="Only from or for this instance.")
+    ] = None,
+    request: Annotated[
+        list[str] | None, typer.Option("--request", metavar="ID", help="Only this request's events.")
+    ] = None,
+    session: Annotated[
+        list[str] | None, typer.Option("--session", metavar="NAME", help="Only requests of this session.")
+    ] = None,
+    command_id: Annotated[
+        list[str] | None, typer.Option("--command", metavar="ID", help="Only this command and its results.")
+    ] = None,
+    chunk: Annotated[
+        list[str] | None, typer.Option("--hash", metavar="HASH", help="Only what names this chunk.")
+    ] = None,
 ) -> ExitCode | None:
     """Show what passes over the bus: decoded, filtered, from any place, to the end or on and on.
 
