@@ -46,6 +46,7 @@ types: setup
 
 demo: setup
 	@$(BIN)/python -m examples.demo
+	@$(BIN)/python -m examples.demo_ledger
 
 up: setup
 	@$(BIN)/python -m examples.up
