@@ -5,8 +5,8 @@
 Two sessions with one system prompt take turns; one of them is rewritten from its first word in between. The same turns
 run three times: with plain LRU, with the evict that a client makes of its own difference alone (it knows no other
 session), and with the ledger. Before each turn every rank is asked where the chunks are that the session had before.
-Ends with a table, writes out/demo_ledger.json, and exits with 0 only if the ledger had all of them in DDR, plain LRU had
-not, and the own difference had lost some.
+Ends with a table, writes out/demo_ledger.json, and exits with 0 only if the ledger had all of them in DDR, plain LRU
+had not, and the own difference had lost some.
 """
 
 from __future__ import annotations
