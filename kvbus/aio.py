@@ -6,23 +6,27 @@
         async for delivery in bus.events():
             ...
 
-The threads underneath are those of kvbus.client: sending runs in a small pool, and one reader of the results stream
-wakes every coroutine that waits, so that a thousand waiting tasks cost no thread and no call to the server.
+The threads underneath are those of kvbus.client: one sends what many tasks ask for in few round trips, and one reader
+of the results stream wakes every task that waits, so that a thousand waiting tasks cost no thread and no call to the
+server.
 """
 
 from __future__ import annotations
 
 import asyncio
 import random
+import threading
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from kvbus.answers import Answer, CommandState
 from kvbus.client import SEND_TIMEOUT_S, CommandHandle, Hashes, KVBus
-from kvbus.errors import BusError, NotAnswered
+from kvbus.errors import BusError, NotAnswered, ProtocolError
 from kvbus.event_stream import Delivery, Start
+from kvbus.protocol.codec import new_message_id
 from kvbus.protocol.commands import (
     EVICT_TTL_MS,
     LOOKUP_TTL_MS,
@@ -40,8 +44,10 @@ from kvbus.settings import Settings
 from kvbus.streams.registry import Member
 
 T = TypeVar("T")
-THREADS = 16
-"""How many commands may be on their way to the server at once, per client."""
+THREADS = 8
+"""For calls that wait for the server; one of them sends."""
+BATCH = 64
+"""Commands that go in one round trip."""
 EVENTS_BLOCK_MS = 1_000
 """How long a cancelled event reader may still wait for the server."""
 
@@ -51,15 +57,51 @@ def settled(state: CommandState) -> bool:
     return state.settled
 
 
+class _Wakeups:
+    """Resolves futures of one loop from other threads: one wake-up of the loop serves all that are resolved by then."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self._done: deque[tuple[asyncio.Future[Any], Any]] = deque()
+        self._lock = threading.Lock()
+        self._scheduled = False
+
+    def resolve(self, future: asyncio.Future[Any], outcome: Any) -> None:
+        """Set the future's result, or its exception if the outcome is one, unless it is done already."""
+        self._done.append((future, outcome))
+        with self._lock:
+            if self._scheduled:
+                return
+            self._scheduled = True
+        try:
+            self.loop.call_soon_threadsafe(self._run)
+        except RuntimeError:
+            if not self.loop.is_closed():  # a loop that has ended has nobody left to wake
+                raise
+
+    def _run(self) -> None:
+        with self._lock:
+            self._scheduled = False
+        while self._done:
+            future, outcome = self._done.popleft()
+            if future.done():
+                continue
+            if isinstance(outcome, BaseException):
+                future.set_exception(outcome)
+            else:
+                future.set_result(outcome)
+
+
 class AsyncHandle:
     """A command on its way, see kvbus.client.CommandHandle."""
 
-    def __init__(self, handle: CommandHandle) -> None:
+    def __init__(self, handle: CommandHandle, wakeups: _Wakeups) -> None:
         self.sync = handle
         self.command = handle.command
         self.command_id = handle.command_id
         self.entry_id = handle.entry_id
         self.members = handle.members
+        self._wakeups = wakeups
 
     def __repr__(self) -> str:
         return f"AsyncHandle({self.command.TYPE} {self.command_id})"
@@ -77,14 +119,13 @@ class AsyncHandle:
         timeout_s: None takes the command's own time to live and a little more. until: called in the reader's thread
         at every change; must not block.
         """
-        loop = asyncio.get_running_loop()
-        reached: asyncio.Future[None] = loop.create_future()
-        latest = [self.state]
+        reached: asyncio.Future[None] = self._wakeups.loop.create_future()
+        latest = [CommandState(self.command_id)]
 
         def see(state: CommandState) -> None:
             latest[0] = state
             if until(state):
-                _wake(loop, reached)
+                self._wakeups.resolve(reached, None)
 
         end = self.sync.watch(see)
         try:
@@ -105,6 +146,27 @@ class AsyncHandle:
         return state.finals
 
 
+class _Sending:
+    """A command that waits for its turn to be sent."""
+
+    def __init__(
+        self, command: Command, command_id: str | None, timeout_s: float, need_workers: bool, wakeups: _Wakeups
+    ) -> None:
+        self.command = command
+        self.command_id = command_id
+        self.timeout_s = timeout_s
+        self.need_workers = need_workers
+        self.wakeups = wakeups
+        self.sent: asyncio.Future[CommandHandle] = wakeups.loop.create_future()
+
+    @property
+    def goes_with(self) -> tuple[float, bool]:
+        return self.timeout_s, self.need_workers
+
+    def resolve(self, outcome: CommandHandle | BaseException) -> None:
+        self.wakeups.resolve(self.sent, outcome)
+
+
 class AsyncKVBus:
     """One memory system's end of the bus, for one event loop at a time.
 
@@ -122,6 +184,10 @@ class AsyncKVBus:
         self.sync = client or KVBus(settings, issuer=issuer)
         self._owned = client is None
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="kvbus-aio")
+        self._wakeups: _Wakeups | None = None
+        self._outbox: deque[_Sending] = deque()
+        self._lock = threading.Lock()
+        self._draining = False
 
     async def prefetch(
         self,
@@ -182,18 +248,23 @@ class AsyncKVBus:
         command: Command,
         *,
         command_id: str | None = None,
-        origin: str | None = None,
         timeout_s: float = SEND_TIMEOUT_S,
         need_workers: bool = False,
     ) -> AsyncHandle:
-        """Put any command on the stream, see KVBus.send. Raises ProtocolError, BusError, NoWorkers."""
-        return AsyncHandle(
-            await self.call(
-                lambda: self.sync.send(
-                    command, command_id=command_id, origin=origin, timeout_s=timeout_s, need_workers=need_workers
-                )
-            )
-        )
+        """Put any command on the stream, see KVBus.send. Raises ProtocolError, BusError, NoWorkers.
+
+        What other tasks send meanwhile goes along. A task that is cancelled before its turn sends nothing.
+        """
+        loop = asyncio.get_running_loop()
+        if self._wakeups is None or self._wakeups.loop is not loop:
+            self._wakeups = _Wakeups(loop)
+        item = _Sending(command, command_id, timeout_s, need_workers, self._wakeups)
+        with self._lock:
+            self._outbox.append(item)
+            idle, self._draining = not self._draining, True
+        if idle:
+            self._pool.submit(self._drain)
+        return AsyncHandle(await item.sent, item.wakeups)
 
     async def workers(self) -> tuple[Member, ...]:
         """Who is registered, and who of them is alive. Raises BusError."""
@@ -246,16 +317,39 @@ class AsyncKVBus:
     ) -> None:
         await self.close()
 
+    # -- the sender's thread -----------------------------------------------------------------------------------
 
-def _wake(loop: asyncio.AbstractEventLoop, future: asyncio.Future[None]) -> None:
-    """Resolve a future from another thread, once; a loop that has ended has nobody left to wake."""
+    def _drain(self) -> None:
+        while True:
+            with self._lock:
+                first = self._outbox[0] if self._outbox else None
+                if first is None:
+                    self._draining = False
+                    return
+                batch: list[_Sending] = []
+                while self._outbox and len(batch) < BATCH and self._outbox[0].goes_with == first.goes_with:
+                    batch.append(self._outbox.popleft())
+            wanted = [item for item in batch if not item.sent.done()]
+            if wanted:
+                self._send_batch(wanted)
 
-    def resolve() -> None:
-        if not future.done():
-            future.set_result(None)
-
-    try:
-        loop.call_soon_threadsafe(resolve)
-    except RuntimeError:
-        if not loop.is_closed():
-            raise
+    def _send_batch(self, batch: list[_Sending]) -> None:
+        try:
+            handles = self.sync.send_all(
+                [item.command for item in batch],
+                command_ids=[item.command_id or new_message_id() for item in batch],
+                timeout_s=batch[0].timeout_s,
+                need_workers=batch[0].need_workers,
+            )
+        except ProtocolError as error:
+            if len(batch) == 1:
+                batch[0].resolve(error)
+            else:  # nothing was written: each for itself, so that only the one at fault is refused
+                for item in batch:
+                    self._send_batch([item])
+        except BaseException as error:  # noqa: BLE001 - whatever it is, the tasks that wait are told
+            for item in batch:
+                item.resolve(error)
+        else:
+            for item, handle in zip(batch, handles, strict=True):
+                item.resolve(handle)

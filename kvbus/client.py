@@ -201,12 +201,20 @@ class KVBus:
         ids = [command_id or new_message_id()]
         return self._send([command], ids, origin, timeout_s, need_workers)[0]
 
-    def send_all(self, commands: Sequence[Command], *, timeout_s: float = SEND_TIMEOUT_S) -> list[CommandHandle]:
+    def send_all(
+        self,
+        commands: Sequence[Command],
+        *,
+        command_ids: Sequence[str] | None = None,
+        timeout_s: float = SEND_TIMEOUT_S,
+        need_workers: bool = False,
+    ) -> list[CommandHandle]:
         """Put many commands on the stream, in this order and in few round trips. Raises as `send` does.
 
-        When it raises BusUnavailable some of them may have been written.
+        command_ids: one for each command; None makes them. After BusUnavailable some of them may have been written.
         """
-        return self._send(commands, [new_message_id() for _ in commands], None, timeout_s, False)
+        ids = [new_message_id() for _ in commands] if command_ids is None else command_ids
+        return self._send(commands, ids, None, timeout_s, need_workers)
 
     def _send(
         self, commands: Sequence[Command], ids: Sequence[str], origin: str | None, timeout_s: float, need_workers: bool

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hmac
 import logging
-import os
+import random
 import re
 import time
 
@@ -52,7 +52,7 @@ class Guard:
         began, status = time.perf_counter(), 500
         headers = dict(scope["headers"])
         given = headers.get(b"x-request-id", b"").decode("latin-1")
-        request_id = given if _REQUEST_ID.fullmatch(given) else os.urandom(8).hex()
+        request_id = given if _REQUEST_ID.fullmatch(given) else f"{random.getrandbits(64):016x}"
         state = scope.setdefault("state", {})
         if self._root:
             # Proxies may or may not strip the prefix; ASGI wants it in both.

@@ -110,7 +110,7 @@ def test_what_is_no_command_is_refused_by_name(stage: Stage, content: bytes, tol
 @pytest.mark.parametrize(
     "text",
     [
-        *("0x3f", "3f ", " 3f", "+3f", "3_f", "-0", "00", "03f", "--1", "g", "", "3f\n", "٣"),
+        *("0x3f", "3f ", " 3f", "+3f", "3_f", "-0", "00", "03f", "--1", "g", "", "3f\n", "٣", "1,2", ","),
         *("1" * 17, "f" * 63, "f" * 65, "-8000000000000001", "-ffffffffffffffff"),
     ],
 )
