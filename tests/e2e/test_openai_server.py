@@ -127,6 +127,7 @@ def test_a_stop_string_is_an_abort_to_the_scheduler(server: Server, bus: BusView
     event = bus.finished(answer["id"])
     assert event.reason == "abort"
     assert len(event.chunk_hashes) == 302 // 64
+    assert "chunk_hashes" not in (answer["kv_transfer_params"] or {})
 
 
 def test_two_choices_are_two_events_of_one_request(server: Server, bus: BusView) -> None:
