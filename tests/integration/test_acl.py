@@ -119,6 +119,10 @@ def test_every_role_does_its_whole_job(guarded: Guarded, here: Scene) -> None:
         assert evicted["status"] == "success", evicted
         assert facade.post("/memory/prefetch?wait=20", body).json()["complete"]
         assert facade.post("/memory/lookup", body).status_code == 200
+        assert facade.http.get("/memory/sessions").json()["total"] == 1
+        assert facade.http.post("/memory/sessions/s1/switch").status_code == 200
+        assert facade.post("/memory/requests", {"request_id": "soon", "session": "s2"}).status_code == 200
+        assert facade.http.delete("/memory/sessions/s1").status_code == 200
         assert facade.http.get(f"/memory/commands/{evicted['command_id']}").json()["complete"]
         assert facade.http.get("/memory/prefetch/x").status_code == 200
         assert "request.finished" in facade.http.get("/memory/events?start=start&seconds=0.3").text
@@ -225,7 +229,7 @@ MAY: dict[str, set[str]] = {
         *("a worker's heartbeat", "a worker's counters", "forget a worker"),
     },
     "memory": {"write a command", "write a dead letter", "change reader:agent", "change memory:position"},
-    "facade": {"write a command"},
+    "facade": {"write a command", "change memory:position"},
     "observer": set(),
 }
 MAY["engine"] = MAY["publisher"] | MAY["worker"]
