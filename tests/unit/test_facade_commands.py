@@ -322,3 +322,22 @@ def test_stopping_ends_the_waits_and_says_where_to_ask(on_valkey: Scene) -> None
     assert answer.json()["code"] == "stopped"
     assert answer.json()["command_id"] == worker.seen[0].envelope.id
     assert time.monotonic() - began < 30
+
+
+@pytest.mark.parametrize(("keep", "weight"), [(5, 10**9), (10**9, 5)], ids=["by number", "by weight"])
+def test_what_is_forgotten_is_read_from_the_streams(
+    here: Scene, monkeypatch: pytest.MonkeyPatch, keep: int, weight: int
+) -> None:
+    monkeypatch.setattr("kvbus.answers.KEEP_COMMANDS", keep)
+    monkeypatch.setattr("kvbus.answers.KEEP_WEIGHT", weight)
+    monkeypatch.setattr("kvbus.answers.HOLD_S", 0.0)
+    monkeypatch.setattr("kvbus.facade.status.REMEMBER", 3)
+    here.worker("a/0", lambda task: [_with_missing(result(task, requested=3, missing=3), 1, 2, 3)])
+    facade = here.facade()
+    sent = [facade.post("/memory/prefetch?wait=20", PREFETCH).json()["command_id"] for _ in range(20)]
+    answers = facade.app.state.parts.facade.client.answers
+    assert len(answers._records) <= 6
+    for command_id in sent:
+        status = facade.http.get(f"/memory/commands/{command_id}").json()
+        assert (status["state"], status["complete"]) == ("done", True)
+        assert status["workers"]["a/0"]["chunks"] == {"missing": ["1", "2", "3"]}
