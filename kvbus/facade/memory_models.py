@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Literal
 
 from kvbus.facade.models import Model
-from kvbus.protocol.commands import Tags
 
 
 class SwitchReply(Model, frozen=True):
@@ -45,7 +44,7 @@ class SessionInfo(Model, frozen=True):
     turns: int
     since_ms: int
     used_ms: int
-    tags: Tags = ()
+    tags: tuple[tuple[str, ...], ...] = ()
     chunk_hashes: tuple[str, ...] = ()
 
 

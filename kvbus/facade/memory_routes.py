@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Path, Query, Request
+from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from kvbus.errors import ConfigError, InvalidMessage
@@ -15,7 +16,7 @@ from kvbus.facade.errors import Refused, reply
 from kvbus.facade.memory_models import BeginReply, CloseReply, SessionInfo, SessionsReply, SwitchReply
 from kvbus.facade.parts import parts
 from kvbus.memory.config import load_config
-from kvbus.memory.ledger import Ledger
+from kvbus.memory.ledger import Begun, Ledger
 from kvbus.protocol.codec import parse_json_object
 from kvbus.protocol.hashes import format_hash
 from kvbus.protocol.limits import MAX_TEXT
@@ -27,6 +28,7 @@ Tenant = Annotated[str, Query(max_length=MAX_TEXT, description="Whose session it
 MAX_PAGE = 1_000
 
 _TEXT = {"type": "string", "maxLength": MAX_TEXT}
+_NULL = {"type": "null"}
 _BEGIN: dict[str, Any] = {
     "requestBody": {
         "required": True,
@@ -37,16 +39,24 @@ _BEGIN: dict[str, Any] = {
                     "required": ["request_id"],
                     "properties": {
                         "request_id": {**_TEXT, "minLength": 1},
-                        "session": _TEXT,
-                        "intent": _TEXT,
-                        "tenant": _TEXT,
-                        "chunk_hashes": {**models.CHUNK_HASHES, "minItems": 0},
+                        "session": {"anyOf": [_TEXT, _NULL]},
+                        "intent": {"anyOf": [_TEXT, _NULL]},
+                        "tenant": {"anyOf": [_TEXT, _NULL]},
+                        "chunk_hashes": {"anyOf": [{**models.CHUNK_HASHES, "minItems": 0}, _NULL]},
                     },
+                    "anyOf": [
+                        {"required": ["session"], "properties": {"session": {"type": "string", "minLength": 1}}},
+                        {
+                            "required": ["chunk_hashes"],
+                            "properties": {"chunk_hashes": {"type": "array", "minItems": 1}},
+                        },
+                    ],
                 }
             }
         },
     }
 }
+"""A session, or chunk_hashes, or both."""
 
 
 @router.get("/sessions", responses=answers(SessionsReply, "The newest sessions.", 400, 503))
@@ -83,6 +93,14 @@ async def session(request: Request, session: Name) -> Response:
     return reply(_info(found, tuple(format_hash(item) for item in chunks)))
 
 
+@router.api_route(
+    "/sessions/{session}", methods=["OPTIONS", "HEAD", "POST", "PUT", "PATCH", "TRACE"], include_in_schema=False
+)
+async def session_method(request: Request, session: str) -> Response:
+    """The router itself would name only the first of two routes with one path."""
+    raise HTTPException(405, headers={"Allow": "DELETE, GET"})
+
+
 @router.post("/sessions/{session}/switch", responses=answers(SwitchReply, "Prefetch is asked for.", 400, 404, 503))
 async def switch_session(request: Request, session: Name, tenant: Tenant = "") -> Response:
     """This session is next: bring its chunks into DDR, and make room for them if there is a budget."""
@@ -110,7 +128,9 @@ async def close(request: Request, session: Name, tenant: Tenant = "") -> Respons
     return reply(CloseReply(status="closed", session=session, num_chunks=found.chunks, command_ids=ids))
 
 
-@router.post("/requests", responses=answers(BeginReply, "The request is known.", 400, 413, 503), openapi_extra=_BEGIN)
+@router.post(
+    "/requests", responses=answers(BeginReply, "The request is known.", 400, 404, 413, 503), openapi_extra=_BEGIN
+)
 async def begin(request: Request) -> Response:
     """Announce a request before it is sent: until its event comes, nothing that it or its session holds is evicted."""
     plain = parse_json_object(await read_body(request))
@@ -122,7 +142,9 @@ async def begin(request: Request) -> Response:
     begun = await parts(request).facade.ask(
         lambda: ledger.begin(request_id, session=session, intent=intent, tenant=tenant, chunk_hashes=hashes)
     )
-    return reply(BeginReply(status="begun" if begun else "already", request_id=request_id))
+    if begun is Begun.FOREIGN:
+        raise Refused(404, f"session {session!r} is not one of tenant {tenant!r}")
+    return reply(BeginReply(status="begun" if begun is Begun.BEGUN else "already", request_id=request_id))
 
 
 def _ledger(request: Request) -> Ledger:

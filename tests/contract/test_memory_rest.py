@@ -51,8 +51,8 @@ def test_switch_and_close(here: Scene, ledger: Ledger) -> None:
     assert len(switched["command_ids"]) == 1
     assert http.post("/memory/intents/travel/switch?tenant=t").json()["num_chunks"] == 2
     assert http.post("/memory/sessions/nobody/switch").status_code == 404
-    foreign = http.delete("/memory/sessions/a?tenant=t")
-    assert (foreign.status_code, foreign.json()["code"]) == (400, "invalid")
+    assert http.delete("/memory/sessions/a?tenant=t").status_code == 404
+    assert http.post("/memory/sessions/a/switch?tenant=t").status_code == 404
     closed = http.delete("/memory/sessions/a").json()
     assert (closed["status"], closed["num_chunks"], len(closed["command_ids"])) == ("closed", 3, 1)
     assert http.delete("/memory/sessions/a").status_code == 404
@@ -65,6 +65,9 @@ def test_a_request_is_announced(here: Scene, ledger: Ledger) -> None:
     assert http.post("/memory/requests", json=told).json() == {"status": "begun", "request_id": "r1"}
     assert http.post("/memory/requests", json=told).json()["status"] == "already"
     assert ledger.held_by(4) == 1
+    foreign = http.post("/memory/requests", json={"request_id": "r2", "session": "a", "tenant": "t"})
+    assert (foreign.status_code, foreign.json()["code"]) == (404, "not_found")
+    assert http.put("/memory/sessions/a").headers["allow"] == "DELETE, GET"
     for wrong in ({}, {"request_id": "r"}, {"request_id": 7, "session": "a"}, {"request_id": "r", "chunk_hashes": "x"}):
         assert http.post("/memory/requests", json=wrong).status_code == 400
     assert http.post("/memory/requests", content=b"[").status_code == 400
