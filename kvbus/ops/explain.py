@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import re
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -10,8 +11,9 @@ import msgspec
 
 from kvbus.client import KVBus
 from kvbus.history import FoundCommand, command_at, find_command, find_latest
-from kvbus.ops.entries import Filters, Seen, as_command, chunks_of
+from kvbus.ops.entries import Filters, Needle, Seen, as_command, chunks_of
 from kvbus.ops.tail import history
+from kvbus.protocol.codec import Fields
 from kvbus.protocol.commands import Command
 from kvbus.protocol.dead import DeadLetter
 from kvbus.protocol.events import RequestFinished, WorkerGap, WorkerStarted, WorkerStopped
@@ -27,6 +29,8 @@ from kvbus.streams.subscription import message_id
 KEEP = 1_000
 """Moments that a timeline keeps, the newest: a prompt that all requests share is announced by each of them."""
 EVERY_STREAM = ("events", "commands", "results", "dead")
+ANSWERING = ("commands", "results", "dead")
+REQUEST_FINISHED = RequestFinished.TYPE.encode()
 
 
 class Moment(msgspec.Struct, frozen=True, kw_only=True):
@@ -90,7 +94,15 @@ def explain_chunk(bus: Bus, chunk: ChunkHash, *, after: str = "0-0") -> Timeline
         command = as_command(seen)
         if command is not None and seen.envelope is not None:
             commands[seen.envelope.id] = command
-    for seen in history(bus, EVERY_STREAM, after=after):
+    needle = Needle(chunk)
+
+    def worth(stream: str, fields: Fields) -> bool:
+        # Requests and commands are many and long: their bytes tell whether they can hold the chunk.
+        if stream == "events":
+            return fields.get(b"type") != REQUEST_FINISHED or needle.may_be_in(fields)
+        return stream != "commands" or needle.may_be_in(fields)
+
+    for seen in history(bus, EVERY_STREAM, after=after, worth=worth):
         message = seen.envelope.message if seen.envelope is not None else None
         if isinstance(message, RequestFinished):
             if chunk in message.chunk_hashes:
@@ -126,7 +138,7 @@ def explain_command(bus: Bus, name: str) -> Timeline | None:
     notes = [] if origin is None else [f"it repeats {origin}"]
     answered: set[str] = set()
     # The command's own entry comes before all that speaks of it, unless ids were written by hand.
-    for seen in history(bus, EVERY_STREAM, after=_just_before(found)):
+    for seen in history(bus, ANSWERING, after=_just_before(found)):
         message = seen.envelope.message if seen.envelope is not None else None
         if isinstance(message, Results):
             for result in message.results:
@@ -178,14 +190,13 @@ def explain_request(bus: Bus, request: str) -> tuple[Timeline, tuple[ChunkHash, 
         touched = len(wanted.intersection(chunks_of(command))) if command is not None else 0
         if touched:
             commands[seen.message_id] = touched
-    own = {seen.entry_id for seen in events}
-    for seen in history(bus, EVERY_STREAM):
+    others = history(bus, ANSWERING)
+    for seen in heapq.merge(events, others, key=lambda item: id_key(item.entry_id)):
         message = seen.envelope.message if seen.envelope is not None else None
         if isinstance(message, RequestFinished):
-            if seen.entry_id in own:
-                detail = f"{message.reason}, {len(message.chunk_hashes)} chunks, {message.prompt_tokens} + "
-                detail += f"{message.output_tokens} tokens, {message.cached_tokens} cached{_session(message)}"
-                moments.add(seen, "finished", who=message.instance, detail=detail)
+            detail = f"{message.reason}, {len(message.chunk_hashes)} chunks, {message.prompt_tokens} + "
+            detail += f"{message.output_tokens} tokens, {message.cached_tokens} cached{_session(message)}"
+            moments.add(seen, "finished", who=message.instance, detail=detail)
         elif isinstance(message, Results):
             for result in message.results:
                 if result.command_id in commands:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import heapq
 import random
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import msgspec
 
 from kvbus.errors import BusError, ConfigError
 from kvbus.ops.entries import STREAMS, Filter, Filters, Seen, look_at
 from kvbus.ops.when import parse_place
+from kvbus.protocol.codec import Fields
 from kvbus.streams.connection import Bus
 from kvbus.streams.log import Entry, Log
 from kvbus.streams.position import UNKNOWN, Gap, Position, id_key
@@ -34,6 +35,7 @@ class Outage(msgspec.Struct, frozen=True):
 
 
 Item = Seen | Missed | Outage
+Worth = Callable[[str, Fields], bool]
 
 
 def choose_streams(name: str) -> tuple[str, ...]:
@@ -51,18 +53,25 @@ def start_of(bus: Bus, text: str) -> str:
 
 
 def history(
-    bus: Bus, streams: Iterable[str], *, after: str = "0-0", until: str | None = None, filters: Filters | None = None
+    bus: Bus,
+    streams: Iterable[str],
+    *,
+    after: str = "0-0",
+    until: str | None = None,
+    filters: Filters | None = None,
+    worth: Worth | None = None,
 ) -> Iterator[Seen]:
     """What the streams hold, merged by entry id, oldest first; a page of each in memory. Raises BusError.
 
-    after: excluded; until: included, None for the end.
+    after: excluded; until: included, None for the end. worth: told a stream and raw fields, whether to decode at all.
     """
     log, chosen = Log(bus), Filter(filters or Filters())
     end = until or "+"
 
     def one(name: str) -> Iterator[tuple[tuple[int, int], str, Entry]]:
         for entry in log.scan(bus.keys.streams[name], _behind(after), end, page=PAGE):
-            yield id_key(entry[0]), name, entry
+            if worth is None or worth(name, entry[1]):
+                yield id_key(entry[0]), name, entry
 
     yield from _chosen(heapq.merge(*(one(name) for name in streams), key=lambda item: item[0]), chosen)
 
