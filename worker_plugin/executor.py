@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-from kvbus.errors import EngineFailed, KVBusError, Overloaded
+from kvbus.errors import KVBusError, Overloaded
 from kvbus.metrics import Counters
 from kvbus.protocol.commands import DDR, Command, Evict, Lookup, Ping, Prefetch
 from kvbus.protocol.hashes import ChunkHash
@@ -19,7 +19,7 @@ from kvbus.protocol.results import CommandResult, Held, Outcome, Status
 from kvbus.streams.worker_log import Task, WorkerLog
 from worker_plugin.engine_types import ChunkOutcome, Engine
 from worker_plugin.prefetches import Prefetches, PrefetchJob
-from worker_plugin.tally import Tally
+from worker_plugin.tally import Tally, failure
 
 _log = logging.getLogger(__name__)
 
@@ -55,15 +55,16 @@ class _Timed:
         )
 
 
-class _Deferred:
-    """An evict some of whose chunks are held by running requests, or awaited by an earlier prefetch.
+class _Eviction:
+    """An evict, deferred while some of its chunks are held by running requests or awaited by an earlier prefetch.
 
-    superseded: chunks that a later prefetch wants to stay.
+    prefetches: how many came before it. superseded: chunks that a later prefetch wants to stay.
     """
 
-    def __init__(self, timed: _Timed, command: Evict) -> None:
+    def __init__(self, timed: _Timed, command: Evict, prefetches: int) -> None:
         self.timed = timed
         self.command = command
+        self.prefetches = prefetches
         self.superseded: set[ChunkHash] = set()
 
     def open_places(self) -> list[int]:
@@ -72,7 +73,7 @@ class _Deferred:
 
 
 class Executor:
-    """Carries out one worker's commands. All but `stop` is called by the reading thread.
+    """Carries out one worker's commands. All but `stop` and what only looks is called by the reading thread.
 
     retry_ms: between two tries of a chunk in use. long_done: told when a prefetch's result waits to be committed.
     """
@@ -92,7 +93,7 @@ class Executor:
         self._retry_s = retry_ms / 1000
         self._counters = counters
         self._prefetches = Prefetches(engine, self._clock, done=long_done)
-        self._deferred: list[_Deferred] = []
+        self._deferred: list[_Eviction] = []
         self._retry_at = 0.0
         self._busy_since: float | None = None
         self._stopping = False
@@ -126,8 +127,15 @@ class Executor:
         return max(1, min(longest_ms, int((self._retry_at - time.monotonic()) * 1000)))
 
     def run(self, task: Task) -> None:
-        """Carry a command out, or put it in its lane. Raises nothing for the command's sake."""
+        """Carry a command out, or put it in its lane. Raises nothing: those behind it wait for their turn."""
         command: Command = task.envelope.message  # type: ignore[assignment]  # WorkerLog hands out commands only
+        try:
+            self._begin(task, command)
+        except Exception as fault:  # noqa: BLE001 - it would stay in hand for ever
+            _log.exception("%s %s failed", command.TYPE, task.envelope.id)
+            self._close(task, command, Status.FAILED, failure(fault))
+
+    def _begin(self, task: Task, command: Command) -> None:
         self._counters.add(f"commands_{command.TYPE}")
         now_ms = self._clock.now_ms()
         # A time of issue in the future is somebody's wrong clock.
@@ -163,7 +171,7 @@ class Executor:
         for evict in list(self._deferred):
             item = evict.timed
             places = evict.open_places()
-            if not self._guarded(item, partial(self._evict, evict.command, places, item.tally)):
+            if not self._guarded(item, partial(self._evict, evict, places)):
                 if self._stopping:
                     return  # it stays in hand
                 self._deferred.remove(evict)  # failed, and answered
@@ -186,9 +194,9 @@ class Executor:
         if isinstance(command, Lookup):
             self._guarded(item, lambda: self._lookup(item, command))
             return
-        evict = _Deferred(item, command)
+        evict = _Eviction(item, command, self._prefetches.submitted)
         everything = range(len(command.chunk_hashes))
-        if not self._guarded(item, lambda: self._evict(command, everything, item.tally)):
+        if not self._guarded(item, lambda: self._evict(evict, everything)):
             return
         if item.tally.open_places() and not self._worker_log.full:
             self._defer(evict)
@@ -201,7 +209,7 @@ class Executor:
             return verb()
         except Exception as fault:  # noqa: BLE001 - whatever the engine raises is this command's failure, not ours
             _log.exception("%s %s failed in the engine", item.command.TYPE, item.task.envelope.id)
-            self._finish_timed(item, Status.FAILED, EngineFailed(f"{type(fault).__name__}: {fault}"))
+            self._finish_timed(item, Status.FAILED, failure(fault))
             return False
         finally:
             self._busy_since = None
@@ -218,10 +226,11 @@ class Executor:
         self._finish_timed(item, held=Held(tiers, masks))
         return True
 
-    def _evict(self, command: Evict, places: range | list[int], tally: Tally) -> bool:
+    def _evict(self, evict: _Eviction, places: range | list[int]) -> bool:
         """Evict the chunks at these places, tail first; False when a stop came in between."""
+        command, tally = evict.command, evict.timed.tally
         chunks = command.chunk_hashes
-        awaited = self._overtake(command, places) if self._prefetches.waiting else set()
+        awaited = self._overtake(evict, places) if self._prefetches.waiting else set()
         if awaited:
             for place in places:
                 if chunks[place] in awaited:
@@ -242,16 +251,17 @@ class Executor:
         self._busy_since = None
         return True
 
-    def _overtake(self, command: Evict, places: range | list[int]) -> set[ChunkHash]:
+    def _overtake(self, evict: _Eviction, places: range | list[int]) -> set[ChunkHash]:
         """Tell earlier prefetches what they need not bring any more; the chunks that one of them still needs."""
+        command = evict.command
         wanted = {command.chunk_hashes[place] for place in places}
         if command.locations is None or DDR in command.locations:
             self._prefetches.drop(wanted, command.tags)
             return set()
         # From the SSD alone: a prefetch that came before still needs what it has not read.
-        return self._prefetches.awaits(wanted, command.tags)
+        return self._prefetches.awaits(wanted, command.tags, evict.prefetches)
 
-    def _defer(self, evict: _Deferred) -> None:
+    def _defer(self, evict: _Eviction) -> None:
         self._counters.add("deferred")
         self._worker_log.interim(evict.timed.task.entry_id, evict.timed.result(Status.DEFERRED))
         if not self._deferred:

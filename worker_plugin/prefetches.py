@@ -8,17 +8,17 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 
-from kvbus.errors import EngineFailed, KVBusError
+from kvbus.errors import KVBusError
 from kvbus.protocol.commands import DDR, Prefetch
 from kvbus.protocol.hashes import ChunkHash
 from kvbus.protocol.results import CommandResult, Outcome, Status
 from kvbus.streams.connection import ServerClock
 from kvbus.streams.worker_log import Task
 from worker_plugin.engine_types import ChunkOutcome, Engine, PrefetchSession, Tags
-from worker_plugin.tally import Tally
+from worker_plugin.tally import AGAIN, Tally, failure
 
 _log = logging.getLogger(__name__)
 
@@ -27,7 +27,11 @@ BUSY_WAIT_S = 0.05
 
 
 class PrefetchJob:
-    """One prefetch in hand. remaining: the chunks that its turn has not come to."""
+    """One prefetch in hand.
+
+    number: its place among all that were submitted. remaining: the chunks to whom its turn has yet to come, and how
+    often; one that was busy comes again.
+    """
 
     def __init__(
         self, task: Task, command: Prefetch, deadline_ms: int, finish: Callable[[CommandResult], None]
@@ -36,7 +40,8 @@ class PrefetchJob:
         self.command = command
         self.deadline_ms = deadline_ms
         self.finish = finish
-        self.remaining: set[ChunkHash] = set(command.chunk_hashes)
+        self.number = 0
+        self.remaining = Counter(command.chunk_hashes)
         self.loading: ChunkHash | None = None
         self.dropped: set[ChunkHash] = set()
 
@@ -52,6 +57,7 @@ class Prefetches:
         self._queue: deque[PrefetchJob] = deque()
         self._running: PrefetchJob | None = None
         self._hashes = 0
+        self._submitted = 0
         self._stop = False
         self._thread: threading.Thread | None = None
         self._busy_since: float | None = None
@@ -86,8 +92,15 @@ class Prefetches:
         with self._lock:
             return self._hashes
 
+    @property
+    def submitted(self) -> int:
+        """How many there have been."""
+        return self._submitted
+
     def submit(self, job: PrefetchJob) -> None:
         with self._lock:
+            self._submitted += 1
+            job.number = self._submitted
             self._queue.append(job)
             self._hashes += len(job.command.chunk_hashes)
             self._lock.notify_all()
@@ -101,16 +114,18 @@ class Prefetches:
         """An evict from DDR overtakes: prefetches that came before it leave these chunks."""
         with self._lock:
             for job in self._jobs(tags):
-                job.dropped |= chunks & job.remaining
+                job.dropped |= job.remaining.keys() & chunks
                 if job.loading in chunks and job.loading is not None:
                     job.dropped.add(job.loading)
 
-    def awaits(self, chunks: set[ChunkHash], tags: Tags) -> set[ChunkHash]:
-        """Those of the chunks that an earlier prefetch has yet to come to."""
+    def awaits(self, chunks: set[ChunkHash], tags: Tags, up_to: int) -> set[ChunkHash]:
+        """Those of the chunks that one of the first `up_to` prefetches has yet to come to."""
         found: set[ChunkHash] = set()
         with self._lock:
             for job in self._jobs(tags):
-                found |= chunks & job.remaining - job.dropped
+                if job.number > up_to:
+                    continue
+                found |= (job.remaining.keys() & chunks) - job.dropped
                 if job.loading in chunks and job.loading is not None:
                     found.add(job.loading)
         return found
@@ -128,9 +143,12 @@ class Prefetches:
                 if self._stop:
                     return
                 job = self._running = self._queue.popleft()
-            result = self._carry_out(job)
-            if result is not None:
-                job.finish(result)
+            try:
+                result = self._carry_out(job)
+                if result is not None:
+                    job.finish(result)
+            except Exception:  # noqa: BLE001 - the lane must outlive whatever becomes of one command
+                _log.exception("prefetch %s could not be answered", job.task.envelope.id)
             with self._lock:
                 self._running = None
                 self._hashes -= len(job.command.chunk_hashes)
@@ -148,7 +166,7 @@ class Prefetches:
                 status = self._load_all(job, session, tally)
         except Exception as fault:  # noqa: BLE001 - whatever the engine raises is this command's failure, not ours
             _log.exception("prefetch %s failed in the engine", job.task.envelope.id)
-            status, error = Status.FAILED, EngineFailed(f"{type(fault).__name__}: {fault}")
+            status, error = Status.FAILED, failure(fault)
         finally:
             self._busy_since = None
         if status is None and self._stop and tally.untried():
@@ -182,7 +200,10 @@ class Prefetches:
 
     def _load(self, job: PrefetchJob, session: PrefetchSession, chunk: ChunkHash) -> ChunkOutcome:
         with self._lock:
-            job.remaining.discard(chunk)
+            if job.remaining[chunk] > 1:
+                job.remaining[chunk] -= 1
+            else:
+                del job.remaining[chunk]
             if chunk in job.dropped:
                 return ChunkOutcome(chunk, Outcome.EVICTED)
             job.loading = chunk
@@ -191,9 +212,13 @@ class Prefetches:
         with self._lock:
             job.loading = None
             overtaken = chunk in job.dropped
+            if outcome.outcome in AGAIN:
+                job.remaining[chunk] += 1
         if overtaken and outcome.outcome in (Outcome.LOADED, Outcome.RESIDENT):
             # The evict looked before the chunk was there.
-            self._engine.evict([chunk], tags=job.command.tags, locations=(DDR,))
-            outcome = ChunkOutcome(chunk, Outcome.EVICTED, bytes=outcome.bytes)
+            [evicted] = self._engine.evict([chunk], tags=job.command.tags, locations=(DDR,))
+            if evicted.outcome in (Outcome.EVICTED, Outcome.MISSING):
+                outcome = ChunkOutcome(chunk, Outcome.EVICTED, bytes=outcome.bytes)
+            # Else a request has taken hold of it: it stays, and the evict tells so and tries again.
         self._busy_since = None
         return outcome

@@ -121,18 +121,21 @@ class Worker:
         self._stop.set()
         self._wake.set()
         lanes = self._executor.stop(bound * 0.6)
-        while self._reader.is_alive() and time.monotonic() < deadline:
+        # Who is told of a take-over may stop the worker from one of its own threads, which ends right afterwards.
+        others = {self._reader, self._keeper} - {threading.current_thread()}
+        while self._reader in others and self._reader.is_alive() and time.monotonic() < deadline:
             # Again and again: it may have been about to wait when it was interrupted.
             self._worker_log.interrupt()
             self._reader.join(0.05)
-        self._keeper.join(max(0.1, deadline - time.monotonic()))
+        if self._keeper in others and self._keeper.is_alive():
+            self._keeper.join(max(0.1, deadline - time.monotonic()))
         if self.state is WorkerState.RUNNING and not self._reader.is_alive():
             try:
                 self._worker_log.close()
             except (BusError, HistoryLost) as error:
                 # What is in hand stays on the stream: the next life takes it up.
                 _log.warning("worker %s could not sign off: %s", self.name, error)
-        ended = lanes and not self._reader.is_alive() and not self._keeper.is_alive()
+        ended = lanes and not any(thread.is_alive() for thread in others)
         if not ended:
             _log.error("worker %s: a thread is still inside the engine after %.1f s", self.name, bound)
         if self.state is not WorkerState.FENCED:
@@ -236,14 +239,15 @@ class Worker:
         beat_at = stats_at = 0.0
         while not self._stop.is_set():
             # Woken by the long lane's results and by the stop, else for the next heartbeat.
-            woken = self._wake.wait(max(0.0, beat_at + beat_s - time.monotonic()) if self._opened.is_set() else 0.1)
+            self._wake.wait(max(0.0, beat_at + beat_s - time.monotonic()) if self._opened.is_set() else 0.1)
             self._wake.clear()
             if self._stop.is_set():
                 return
             if not self._opened.is_set():
                 continue
             try:
-                if woken:
+                if self._worker_log.dirty:
+                    # No answer waits for the command behind it, which may be long, or for a read that blocks.
                     self._worker_log.flush()
                 now = time.monotonic()
                 if now - beat_at >= beat_s:
@@ -254,8 +258,8 @@ class Worker:
                     stats_at = now
                     write_stats(self._bus, self.name, self.stats())
             except Fenced as error:
-                self._worker_log.interrupt()
                 self._fence(error)
+                self._worker_log.interrupt()
                 return
             except BusError as error:
                 self.counters.add("bus_errors")
@@ -272,10 +276,12 @@ class Worker:
         """An engine call that does not return is told to everyone, so that nobody waits for this rank."""
         stuck = self._executor.busy_s * 1000 > self.settings.stuck_ms
         if stuck != self._stuck:
-            registration = msgspec.structs.replace(
-                self._worker_log.registration, stuck=stuck, epoch=self._worker_log.epoch
+            log = self._worker_log
+            # Kept there as well: whoever registers anew, after the server forgot it, still is what it was.
+            log.registration = msgspec.structs.replace(log.registration, stuck=stuck)
+            update_registration(
+                self._bus, self.name, log.owner, msgspec.structs.replace(log.registration, epoch=log.epoch)
             )
-            update_registration(self._bus, self.name, registration)
             self._stuck = stuck
             if stuck:
                 self.counters.add("stuck")

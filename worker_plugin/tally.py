@@ -9,10 +9,10 @@ from operator import attrgetter
 
 import msgspec
 
-from kvbus.errors import KVBusError
+from kvbus.errors import EngineFailed, KVBusError
 from kvbus.protocol.commands import Command
 from kvbus.protocol.hashes import ChunkHash
-from kvbus.protocol.limits import MAX_RESULT_HASHES
+from kvbus.protocol.limits import MAX_RESULT_HASHES, MAX_TEXT
 from kvbus.protocol.results import ChunkLists, CommandResult, Counts, ErrorInfo, Held, Outcome, Status
 from worker_plugin.engine_types import ChunkOutcome
 
@@ -20,6 +20,8 @@ _LISTED = frozenset(Outcome(name) for name in ChunkLists.__struct_fields__)
 _PROBLEMS = _LISTED - {Outcome.MISSING}
 AGAIN = frozenset((Outcome.IN_USE, Outcome.BUSY))
 """Outcomes that may be others a little later."""
+_FAULTS = _PROBLEMS - AGAIN
+"""Outcomes whose details are told as the command's error; that a chunk is in use is none."""
 
 _OUTCOME, _TIERS, _BYTES = attrgetter("outcome"), attrgetter("tiers"), attrgetter("bytes")
 
@@ -41,7 +43,6 @@ class Tally:
         self._whole = False
         """Every chunk came in one run, and none was tried again."""
         self._removed: set[int] = set()
-        self._detail = ""
 
     def put(self, place: int, outcome: ChunkOutcome) -> None:
         """What became of the command's chunk number `place`."""
@@ -56,21 +57,14 @@ class Tally:
         self._whole = False
         self.bytes += outcome.bytes
         self.pairs += outcome.tiers
-        if outcome.detail and outcome.outcome in _PROBLEMS:
-            self._detail = outcome.detail
 
     def put_run(self, start: int, outcomes: list[ChunkOutcome]) -> None:
         """What became of chunks that are met for the first time: those from number `start` on."""
         self._found[start : start + len(outcomes)] = outcomes
-        kinds = set(map(_OUTCOME, outcomes))
-        self._kinds |= kinds
+        self._kinds.update(map(_OUTCOME, outcomes))
         self._whole = len(outcomes) == self.requested
         self.bytes += sum(map(_BYTES, outcomes))
         self.pairs += sum(map(_TIERS, outcomes))
-        if not kinds.isdisjoint(_PROBLEMS):
-            for outcome in outcomes:
-                if outcome.detail and outcome.outcome in _PROBLEMS:
-                    self._detail = outcome.detail
 
     def open_places(self) -> list[int]:
         """The chunks that are in use or busy."""
@@ -99,11 +93,8 @@ class Tally:
         for kind in self._kinds & _LISTED:
             if numbers[kind]:
                 lists[kind.value] = tuple(self._named(kind))
-        info = None
-        if error is not None:
-            info = ErrorInfo(error.code, error.message[:1024])
-        elif self._detail:
-            info = ErrorInfo("engine_failed", self._detail[:1024])
+        if error is None:
+            error = self._fault()
         return CommandResult(
             command_id=command_id,
             type=command.TYPE,
@@ -117,7 +108,7 @@ class Tally:
             ),
             chunks=ChunkLists(**lists),
             held=held,
-            error=info,
+            error=None if error is None else ErrorInfo(error.code, _sendable(error.message)),
             attempt=attempt,
             started_at_ms=started_at_ms,
             duration_us=duration_us,
@@ -132,7 +123,28 @@ class Tally:
         named = (found.chunk_hash for found in self._found if found is not None and found.outcome is kind)
         return islice(named, MAX_RESULT_HASHES)
 
+    def _fault(self) -> KVBusError | None:
+        """What is told of the first chunk, as it ended, with which something is wrong."""
+        if self._kinds.isdisjoint(_FAULTS):
+            return None
+        details = (found.detail for found in self._found if found is not None and found.outcome in _FAULTS)
+        detail = next(filter(None, details), "")
+        return EngineFailed(detail) if detail else None
+
     def _status(self, numbers: Counter[Outcome]) -> Status:
         if self.requested and numbers[Outcome.FAILED] == self.requested:
             return Status.FAILED
         return Status.PARTIAL if any(numbers[kind] for kind in self._kinds & _PROBLEMS) else Status.DONE
+
+
+def failure(fault: Exception) -> EngineFailed:
+    """What the engine raised, as an error to tell, whatever its text is."""
+    try:
+        return EngineFailed(f"{type(fault).__name__}: {fault}")
+    except Exception:  # noqa: BLE001 - an exception whose text cannot be had is still to be answered
+        return EngineFailed(f"{type(fault).__name__}, whose text cannot be shown")
+
+
+def _sendable(text: str) -> str:
+    """File names may hold bytes that are no UTF-8; a result with such a text could never be committed."""
+    return text[:MAX_TEXT].encode("utf-8", "backslashreplace").decode()[:MAX_TEXT]

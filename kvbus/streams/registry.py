@@ -65,10 +65,26 @@ def encode_registration(registration: Registration) -> bytes:
     return msgspec.json.encode(registration)
 
 
-def update_registration(bus: Bus, name: str, registration: Registration) -> None:
-    """Change what a living worker tells of itself. Raises BusError."""
+_UPDATE = Script(
+    """
+if redis.call('HGET', KEYS[2], 'owner') ~= ARGV[2] then return 0 end
+redis.call('HSET', KEYS[1], ARGV[1], ARGV[3])
+return 1
+""",
+    allow_oom=True,
+)
+
+
+def update_registration(bus: Bus, name: str, owner: str, registration: Registration) -> bool:
+    """Change what a living worker tells of itself; False, with nothing written, once the name is another's.
+
+    owner: the token of this process's life. Raises BusError.
+    """
     with bus_errors(f"update the registration of {name}"):
-        bus.client.hset(bus.keys.workers, name, encode_registration(registration))
+        written = _UPDATE.run(
+            bus.client, [bus.keys.workers, bus.keys.worker(name)], [name, owner, encode_registration(registration)]
+        )
+    return bool(written)
 
 
 def decode_registration(name: str, raw: bytes) -> Registration:

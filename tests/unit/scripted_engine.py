@@ -13,12 +13,16 @@ from worker_plugin.engine_types import ChunkLocation, ChunkOutcome, EngineInfo, 
 
 
 class ScriptedEngine:
-    """Chunks in `ddr` and `ssd`; `pinned` ones stay. gate: loads wait for it. calls: what was asked, in order."""
+    """Chunks in `ddr` and `ssd`; `pinned` ones stay. gate: loads wait for it. calls: what was asked, in order.
+
+    held: verbs on these chunks wait for the chunk's own event.
+    """
 
     def __init__(self, *, ssd: Sequence[ChunkHash] = (), ddr: Sequence[ChunkHash] = (), stores: bool = True) -> None:
         self.ssd, self.ddr = set(ssd), set(ddr)
         self.pinned: set[ChunkHash] = set()
         self.busy: set[ChunkHash] = set()
+        self.held: dict[ChunkHash, threading.Event] = {}
         self.gate = threading.Event()
         self.gate.set()
         self.loading = threading.Event()
@@ -51,6 +55,7 @@ class ScriptedEngine:
             raise self.raises
         self.loading.set()
         assert self.gate.wait(20), "nobody opened the gate"
+        self._wait_for(chunk)
         if chunk in self.busy:
             return ChunkOutcome(chunk, Outcome.BUSY)
         if chunk in self.ddr:
@@ -68,9 +73,14 @@ class ScriptedEngine:
             raise self.raises
         return [self._evict(chunk, locations or (DDR, SSD)) for chunk in chunks]
 
+    def _wait_for(self, chunk: ChunkHash) -> None:
+        if chunk in self.held:
+            assert self.held[chunk].wait(20), f"nobody let go of {chunk!r}"
+
     def _evict(self, chunk: ChunkHash, locations: tuple[str, ...]) -> ChunkOutcome:
+        self._wait_for(chunk)
         if chunk in self.pinned:
-            return ChunkOutcome(chunk, Outcome.IN_USE)
+            return ChunkOutcome(chunk, Outcome.IN_USE, detail="pinned")
         removed = 0
         for name, tier in ((DDR, self.ddr), (SSD, self.ssd)):
             if name in locations and chunk in tier:
