@@ -1,4 +1,4 @@
-# make setup | test | lint | types | demo | up | e2e | bench | clean
+# make setup | test | lint | types | demo | up | e2e | bench | soak | performance | clean
 # All that runs here runs in .venv, made by `make setup`: kvbus, its development tools, and a real LMCache on the CPU.
 
 PYTHON ?= python3
@@ -12,11 +12,12 @@ PIP_FLAGS := -qq --disable-pip-version-check
 TORCH := torch==2.13.0
 LMCACHE := lmcache==0.4.3
 PYTEST_FLAGS ?=
+BENCH_FLAGS ?=
 
 export LMCACHE_TRACK_USAGE := false
 export PYTHONHASHSEED := 0
 
-.PHONY: setup test lint types demo up e2e e2e-setup bench clean
+.PHONY: setup test lint types demo up e2e e2e-setup bench soak performance clean
 
 setup: $(READY)
 
@@ -51,7 +52,14 @@ demo: setup
 up: setup
 	@$(BIN)/python -m examples.up
 
+# Everything beside its peer, less than 15 minutes; BENCH_FLAGS=--quick for less of it. The page holds the last run's numbers.
 bench: setup
+	@KVBUS_E2E_PYTHON=$(E2E_BIN)/python $(BIN)/python -m benchmarks.bench $(BENCH_FLAGS)
+
+performance: setup
+	@$(BIN)/python -m benchmarks.page
+
+soak: setup
 	@$(BIN)/python -m benchmarks.soak --rounds 2000
 
 # Real vLLM 0.18 on the CPU: about 7 GB of packages, hence an environment of its own.

@@ -7,6 +7,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
+import psutil
+
 from benchmarks.children import Children
 from benchmarks.http_clients import Caller, evict_body, rate
 from benchmarks.load import Load
@@ -79,9 +81,10 @@ def _at(server: EmbeddedServer, workers: int, load: Load, only: Callable[[str], 
     peer: list[list[float]] = []
     our_rates: list[float] = []
     peer_rates: list[float] = []
+    costs: list[Row] = []
     arguments = ["--redis-url", server.url, "--namespace", namespace, "--workers", str(workers)]
     with (
-        Children("benchmarks.counting", arguments, workers),
+        Children("benchmarks.counting", arguments, workers) as counting,
         Children("benchmarks.fanout", ["workers", "--workers", str(workers)], workers) as http,
         Children("benchmarks.fanout", ["scheduler", "--ports", ports(http)], 1) as scheduler,
         KVBus(load_settings({"redis_url": server.url, "namespace": namespace})) as bus,
@@ -104,6 +107,8 @@ def _at(server: EmbeddedServer, workers: int, load: Load, only: Callable[[str], 
             if only("rate"):
                 our_rates.append(bus_rate(bus, chunks, workers, load.seconds))
                 peer_rates.append(rate(port, body, clients=CLIENTS, seconds=load.seconds))
+        if only("cost"):
+            costs = _costs(server, (counting, http, scheduler), bus, chunks, port, body, load)
         caller.close()
     found: list[Row] = []
     if ours:
@@ -115,7 +120,44 @@ def _at(server: EmbeddedServer, workers: int, load: Load, only: Callable[[str], 
     if our_rates:
         goal = times_higher(RATE_GOALS.get(workers, 50))
         found.append(compared("bus only: answered everywhere", workers, our_rates, peer_rates, "commands/s", goal))
-    return found
+    return found + costs
+
+
+def _costs(
+    server: EmbeddedServer,
+    children: tuple[Children, Children, Children],
+    bus: KVBus,
+    chunks: Sequence[int],
+    port: int,
+    body: bytes,
+    load: Load,
+) -> list[Row]:
+    """Processor time a command at full rate: of one worker, of what stands between, and of the sender."""
+    counting, http, scheduler = children
+    workers = len(http.pids)
+    ours: list[list[float]] = [[], [], []]
+    peer: list[list[float]] = [[], [], []]
+    for _ in range(load.rounds):
+        for side, parts, run in (
+            (ours, (counting.pids, [server.pid or 0]), lambda: bus_rate(bus, chunks, workers, load.seconds)),
+            (peer, (http.pids, scheduler.pids), lambda: rate(port, body, clients=CLIENTS, seconds=load.seconds)),
+        ):
+            before, mine, began = [cpu_s(pids) for pids in parts], time.process_time(), time.perf_counter()
+            commands = run() * (time.perf_counter() - began)
+            used = [cpu_s(pids) - earlier for pids, earlier in zip(parts, before, strict=True)]
+            for column, seconds in zip(side, (used[0] / workers, used[1], time.process_time() - mine), strict=True):
+                column.append(seconds / commands * 1e6)
+    whats = ("one worker", "the server; peer: the scheduler process", "the sender; peer: 16 clients")
+    return [
+        compared(f"bus only: processor time a command, {what}", workers, mine, theirs, "us")
+        for what, mine, theirs in zip(whats, ours, peer, strict=True)
+    ]
+
+
+def cpu_s(pids: Sequence[int]) -> float:
+    """Processor seconds that these processes have used."""
+    times = [psutil.Process(pid).cpu_times() for pid in pids]
+    return sum(one.user + one.system for one in times)
 
 
 def ports(children: Children) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import psutil
 import redis
 
-from benchmarks.bus import answered_everywhere, bus_rate, hashes, latencies_ms
+from benchmarks.bus import answered_everywhere, bus_rate, cpu_s, hashes, latencies_ms
 from benchmarks.children import Children
 from benchmarks.facade_load import facade
 from benchmarks.load import Load
@@ -35,12 +35,6 @@ def rows(load: Load, only: Callable[[str], bool]) -> list[Row]:
     if only("idle"):
         found += _idle(load)
     return found
-
-
-def cpu_s(pids: Sequence[int]) -> float:
-    """Processor seconds that these processes have used."""
-    times = [psutil.Process(pid).cpu_times() for pid in pids]
-    return sum(one.user + one.system for one in times)
 
 
 def _workers(load: Load) -> list[Row]:
