@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 
 from kvbus.answers import Answer, CommandState
 from kvbus.client import SEND_TIMEOUT_S, CommandHandle, Hashes, KVBus
-from kvbus.errors import BusError, NotAnswered, ProtocolError
+from kvbus.errors import BusError, NotAnswered, ProtocolError, Stopped
 from kvbus.event_stream import Delivery, Start
 from kvbus.protocol.codec import new_message_id
 from kvbus.protocol.commands import (
@@ -305,6 +305,11 @@ class AsyncKVBus:
 
     async def close(self) -> None:
         """Stop the threads and close the connections, if this face opened them."""
+        with self._lock:
+            left = list(self._outbox)
+            self._outbox.clear()
+        for item in left:
+            item.resolve(Stopped("this client was closed before the command was sent"))
         if self._owned:
             await asyncio.get_running_loop().run_in_executor(None, self.sync.close)
         self._pool.shutdown(wait=False, cancel_futures=True)

@@ -57,8 +57,8 @@ def create_app(settings: Settings | None = None, bus: Bus | None = None) -> Fast
     app.add_exception_handler(RequestValidationError, _on_invalid)
     app.add_exception_handler(HTTPException, _on_http)
     app.add_exception_handler(Exception, _on_bug)
-    app.add_middleware(Guard, token=chosen.rest_token, root_path=chosen.rest_root_path, metrics=metrics)
-    app.openapi = _document_once(app, secured=chosen.rest_token is not None)  # type: ignore[method-assign]
+    app.add_middleware(Guard, token=chosen.rest_token or None, root_path=chosen.rest_root_path, metrics=metrics)
+    app.openapi = _document_once(app, secured=bool(chosen.rest_token))  # type: ignore[method-assign]
     return app
 
 

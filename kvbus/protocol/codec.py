@@ -236,7 +236,8 @@ def _check_depth(value: Any, depth: int) -> None:
         if depth > MAX_NESTING:
             raise OverLimit(f"nested more than {MAX_NESTING} levels deep")
         for item in value.values() if isinstance(value, dict) else value:
-            _check_depth(item, depth + 1)
+            if isinstance(item, dict | list):  # most are hashes: not a call for each
+                _check_depth(item, depth + 1)
 
 
 def _kind(value: Any) -> str:
