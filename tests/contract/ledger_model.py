@@ -122,6 +122,14 @@ class Model:
             counts.update(own)
         return counts
 
+    def in_running(self) -> set[ChunkHash]:
+        """What running requests and their sessions hold."""
+        held = {item for _, own in self.requests.values() for item in own}
+        for session in self.sessions.values():
+            if session.running:
+                held.update(session.chain, session.limbo)
+        return held
+
     def begin(self, request: str, session: str, hashes: tuple[ChunkHash, ...]) -> None:
         if request in self.requests:
             return

@@ -40,7 +40,7 @@ class History:
         self.seen: set[tuple[str, int]] = set()
         self.known: set[int] = set()
         self.lossy = True
-        self.checks = 0
+        self.checks = self.demoted = 0
         self.processes = [self._process() for _ in range(processes)]
 
     def _process(self) -> MemoryService:
@@ -161,8 +161,12 @@ class History:
         self.sync()
         counts = self.model.counts()
         store = self.processes[0].ledger.store
+        running = self.model.in_running()
         for command in self.worker.commands():
-            if isinstance(command, Evict) and command.locations is None:
+            if isinstance(command, Evict) and command.locations is not None:
+                self.demoted += len(command.chunk_hashes)
+                assert not running.intersection(command.chunk_hashes), "a running request's chunk left DDR"
+            elif isinstance(command, Evict):
                 held = [item for item in command.chunk_hashes if counts[item]]
                 assert not held, f"evicted while held: {held}"
                 self.worker.stored.difference_update(command.chunk_hashes)
@@ -213,6 +217,7 @@ def test_random_history(start_server: MakeServer, namespace: str, seed: int) -> 
     for _ in range(150):
         history.step()
     history.finish()
+    assert bool(history.demoted) == bool(seed % 2)
 
 
 @pytest.mark.parametrize("kind", ["valkey", "redis7"])
