@@ -8,7 +8,7 @@ import threading
 import time
 from types import TracebackType
 
-from kvbus.errors import BusError, BusRefused, ConfigError, ProtocolError
+from kvbus.errors import BusError, BusRefused, ConfigError, InvalidMessage, KVBusError, ProtocolError
 from kvbus.memory.config import MemoryConfig
 from kvbus.memory.debug import DebugFiles
 from kvbus.memory.ledger import Ledger, TurnStatus
@@ -17,8 +17,9 @@ from kvbus.protocol.codec import EVENT_TYPES, decode_entry
 from kvbus.protocol.events import RequestFinished, WorkerGap, WorkerStarted
 from kvbus.settings import default_instance
 from kvbus.streams.connection import Bus
+from kvbus.streams.dead import set_aside
 from kvbus.streams.ledger_store import Issued
-from kvbus.streams.log import Entry
+from kvbus.streams.log import Entry, Log
 from kvbus.streams.position import Gap, GapKind, Position
 from kvbus.streams.registry import write_stats
 from kvbus.streams.subscription import BATCH, Subscription, message_id
@@ -52,6 +53,7 @@ class MemoryService:
         self._begin_at = start
         self._debug = DebugFiles(self.config.debug_dir, self.config.debug_keep, self.counters)
         self._limited = RateLimitedLog(_log)
+        self._log = Log(bus)
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._subscription: Subscription | None = None
@@ -162,11 +164,10 @@ class MemoryService:
         entry_id, fields = entry
         try:
             envelope = decode_entry(entry_id, fields)
+            if envelope.type not in EVENT_TYPES:
+                raise InvalidMessage(f"a {envelope.type} is not an event")
         except ProtocolError as error:
-            self._pass_over(entry_id, str(error))
-            return
-        if envelope.type not in EVENT_TYPES:
-            self._pass_over(entry_id, f"a {envelope.type} is not an event")
+            self._refuse(entry, error)
             return
         for tries in range(1, _TRIES + 1):
             try:
@@ -176,7 +177,7 @@ class MemoryService:
                 if tries == _TRIES:
                     # An event that the server cannot take must not hold up all that follow.
                     self.counters.add("failed")
-                    self._limited.error("failed", "events entry %s left out: %s", entry_id, error)
+                    self._refuse(entry, error)
                     self.ledger.skip(place)
 
     def _apply(self, entry_id: str, message: object, place: Position) -> None:
@@ -210,6 +211,14 @@ class MemoryService:
             self.counters.add(f"{item.form}_commands")
             self.counters.add(f"{item.form}_chunks", len(item.chunk_hashes))
 
-    def _pass_over(self, entry_id: str, reason: str) -> None:
+    def _refuse(self, entry: Entry, error: KVBusError) -> None:
+        """One dead letter, however many processes refuse the entry."""
+        entry_id, fields = entry
         self.counters.add("refused")
-        self._limited.warning("refused", "events entry %s passed over: %s", entry_id, reason)
+        self._limited.warning("refused", "events entry %s set aside: %s", entry_id, error)
+        try:
+            set_aside(self._log, self.bus.keys.events, entry_id, fields, error, by=f"memory/{self.name}")
+        except BusError as fault:
+            # This user may lack the right to write there: the entry stays where it is, and this counter tells of it.
+            self.counters.add("refused_untold")
+            self._limited.warning("untold", "no dead letter for events entry %s: %s", entry_id, fault)

@@ -402,6 +402,7 @@ def test_the_service_follows_events_and_goes_on_after_a_restart(server: Server, 
         eventually(lambda: service.ledger.chunks("a") == (1, 3), what="both turns are taken")
         eventually(lambda: read_stats(bus, ["memory/one"]).get("memory/one", {}).get("ledger_sessions") == 1)
         eventually(lambda: service.counters.get("refused") == 1)
+        assert bus.client.xlen(bus.keys.dead) == 1
     publish(bus, finished("p", 3, (1, 4), session="a"))
     publish(bus, finished("p", 5, (1, 4), session="b"))
     with _run(server, namespace) as service, _run(server, namespace) as other:
