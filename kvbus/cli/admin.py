@@ -141,7 +141,7 @@ def profiles_command(cli: Cli) -> None:
     views = []
     for name, own in sorted(read_profiles(path).items()):
         shown = load_profile(name).shown()
-        views.append(ProfileView(name, name == cli.common.profile, {key: shown[key] for key in own}))
+        views.append(ProfileView(name, name == cli.profile, {key: shown[key] for key in own}))
     cli.out.table(views, PROFILE_COLUMNS, empty=f"no profile in {path}")
     if views:
         cli.out.note(f"from {path}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 import signal
 import sys
 import threading
@@ -58,9 +59,8 @@ COMMON_OPTIONS: dict[str, Any] = {
         str | None,
         typer.Option(
             "--profile",
-            envvar="KVBUS_PROFILE",
             metavar="NAME",
-            help="Settings under this name in the profiles file.",
+            help="Settings under this name in the profiles file, instead of KVBUS_PROFILE.",
             rich_help_panel=PANEL,
             autocompletion=_complete_profile,
         ),
@@ -94,11 +94,16 @@ class Cli:
         self.common = common
         self.out = Output(common.json)
 
+    @property
+    def profile(self) -> str | None:
+        """The profile that was asked for."""
+        return self.common.profile or os.environ.get("KVBUS_PROFILE") or None
+
     @functools.cached_property
     def settings(self) -> Settings:
         """Options first, then the profile, then KVBUS_* variables. Raises ConfigError."""
         given = {"redis_url": self.common.url, "namespace": self.common.namespace}
-        return load_profile(self.common.profile, {name: value for name, value in given.items() if value is not None})
+        return load_profile(self.profile, {name: value for name, value in given.items() if value is not None})
 
     @contextmanager
     def bus(self) -> Iterator[Bus]:
@@ -117,6 +122,7 @@ class Cli:
 
     def fail(self, error: KVBusError) -> None:
         """Tell an error: its code, what failed with which value, and what to do next."""
+        self.out.clear()
         notes = self.out.notes
         notes.print(styled("error ", "bold red") + styled(str(error)), soft_wrap=True)
         cause = error.__cause__
@@ -126,6 +132,12 @@ class Cli:
             notes.print(styled("  next:  ", "bold") + styled(error.hint), soft_wrap=True)
         notes.print(styled(f"  more:  kvbus errors {error.code}", "dim"), soft_wrap=True)
 
+    def _failed(self, error: KVBusError) -> ExitCode:
+        if self.common.debug:
+            traceback.print_exc()
+        self.fail(error)
+        return exit_code_of(type(error))
+
     def run(self, work: Callable[[], ExitCode | None]) -> ExitCode:
         """Do a command's work; whatever happens ends in an exit code."""
         try:
@@ -133,16 +145,19 @@ class Cli:
             sys.stdout.flush()
             return ExitCode.OK if code is None else code
         except KeyboardInterrupt:
+            self.out.clear()
             return ExitCode.INTERRUPTED
         except BrokenPipeError:
             # `| head` has all that it wanted: no error, and nothing to complain about
             self.out.close_quietly()
             return ExitCode.OK
         except KVBusError as error:
-            if self.common.debug:
-                traceback.print_exc()
-            self.fail(error)
-            return exit_code_of(type(error))
+            return self._failed(error)
+        except OSError as error:
+            return self._failed(KVBusError(str(error), hint="Look at the file, its rights and the room on its disk."))
+        except Exception as error:  # noqa: BLE001 - the last resort: a person gets a sentence, --debug the rest
+            hint = "This is a fault of kvbus: run it again with --debug, and report what it shows."
+            return self._failed(KVBusError(f"unexpected {type(error).__name__}: {error}", hint=hint))
 
 
 EXAMPLES: dict[str, tuple[str, ...]] = {}

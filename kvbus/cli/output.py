@@ -60,6 +60,7 @@ class Output:
         self.as_json = not sys.stdout.isatty() if as_json is None else as_json
         self._console: Console | None = None
         self._notes: Console | None = None
+        self._passing = False
 
     @property
     def console(self) -> Console:
@@ -79,6 +80,7 @@ class Output:
 
     def emit(self, data: object) -> None:
         """One JSON line, at once: a reader in a pipe must not wait for a buffer to fill."""
+        self.clear()
         sys.stdout.write(_encoder.encode(plain(data)).decode() + "\n")
         sys.stdout.flush()
 
@@ -87,7 +89,12 @@ class Output:
         if self.as_json:
             self.emit(data)
         else:
-            self.console.print(text, soft_wrap=True)
+            self.show(text)
+
+    def show(self, text: RenderableType) -> None:
+        """Something for a terminal."""
+        self.clear()
+        self.console.print(text, soft_wrap=True)
 
     def table(self, rows: Iterable[T], columns: Sequence[Column[T]], *, empty: str = "") -> None:
         """All rows: JSON lines in a pipe, a table on a terminal. empty: the note when there are none."""
@@ -96,13 +103,32 @@ class Output:
             for row in found:
                 self.emit(row)
         elif found:
+            self.clear()
             self.console.print(make_table(found, columns))
         if not found and empty:
             self.note(empty)
 
     def note(self, text: str, style: str = "dim") -> None:
         """Something for the person at the terminal, never for the next program in the pipe."""
+        self.clear()
         self.notes.print(styled(text, style))
+
+    def passing(self, text: str) -> None:
+        """How far it is, on the terminal behind stderr; whatever is written next takes its place.
+
+        Not rich's own status: while that is shown, it sends what is written to stdout to stderr.
+        """
+        if self.notes.is_terminal and not self.notes.is_dumb_terminal:
+            sys.stderr.write(f"\r\x1b[2K{printable(text)}")
+            sys.stderr.flush()
+            self._passing = True
+
+    def clear(self) -> None:
+        """Take away what `passing` has left."""
+        if self._passing:
+            sys.stderr.write("\r\x1b[2K")
+            sys.stderr.flush()
+            self._passing = False
 
     def close_quietly(self) -> None:
         """After the reader of our pipe has gone: nothing more is written, nor complained about at exit."""

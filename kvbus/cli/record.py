@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -18,10 +18,12 @@ from kvbus.cli.show import bytes_size
 from kvbus.errors import ConfigError
 from kvbus.ops.entries import STREAMS
 from kvbus.ops.recording import Verified, verify
-from kvbus.ops.replay import DEFAULT_STREAMS, Plan, Replay, from_file, from_stream, range_of
+from kvbus.ops.replay import DEFAULT_STREAMS, Plan, Range, Replay, from_file, from_stream, range_of
 from kvbus.ops.when import clock_text, id_ms, parse_span_ms, span_text
 from kvbus.settings import redact_url
 from kvbus.streams.connection import Bus
+
+TELL_EVERY_S = 0.2
 
 From = Annotated[
     str | None, typer.Option("--from", metavar="PLACE", help="Behind this entry id, from this date, or a time ago.")
@@ -77,7 +79,7 @@ def record_command(
         raise ConfigError("--to goes not with --follow", hint="Give one of them.")
     if follow:
         cli.out.note(f"recording into {file}; Ctrl-C ends it")
-    with cli.bus() as bus, stopped_by_signal() as stop, _progress(cli, "recorded") as progress:
+    with cli.bus() as bus, stopped_by_signal() as stop:
         done = record(
             bus,
             file,
@@ -86,7 +88,7 @@ def record_command(
             until=until,
             follow=follow,
             append=append,
-            progress=progress,
+            progress=_progress(cli, "recorded"),
             stop=stop,
         )
     counts = ", ".join(f"{count:,} {name}" for name, count in done.entries.items())
@@ -180,14 +182,14 @@ def replay_command(
                 plan = replay.plan()
                 cli.out.line(plain(plan) | {"dry_run": True}, _plan_text(plan, factor, into_url))
                 return None
-            with stopped_by_signal() as stop, _progress(cli, "replayed") as progress:
+            with stopped_by_signal() as stop:
                 done = replay.run(
                     speed=factor,
                     force=force,
                     resume=resume,
                     restart=restart,
                     max_pause_ms=parse_span_ms(max_pause),
-                    progress=progress,
+                    progress=_progress(cli, "replayed"),
                     stop=stop,
                 )
     finally:
@@ -197,9 +199,18 @@ def replay_command(
     if done.refused:
         cli.out.note(f"{done.refused:,} entries cannot be decoded and were not replayed", "yellow")
     if stop.is_set():
-        cli.out.note("interrupted; the same command with --resume goes on from here", "yellow")
+        ids = "".join(f" {option} {place}" for option, place in _range_ids(chosen, start, until))
+        cli.out.note(f"interrupted; go on from here with the same command and{ids} --resume", "yellow")
         return ExitCode.INTERRUPTED
     return ExitCode.OK
+
+
+def _range_ids(chosen: Range, start: str | None, until: str | None) -> list[tuple[str, str]]:
+    """The range as ids: "10m" would name another place the next time."""
+    given = [("--from", start, chosen.after), ("--to", until, chosen.until)]
+    return [
+        (option, place) for option, text, place in given if text is not None and place is not None and text != place
+    ]
 
 
 def _speed(text: str) -> float | None:
@@ -229,11 +240,14 @@ def _plan_text(plan: Plan, factor: float | None, into_url: str | None) -> Text:
     return text
 
 
-@contextmanager
-def _progress(cli: Cli, verb: str) -> Iterator[Callable[[int], None] | None]:
-    """A counter on the terminal while it goes on."""
-    if not cli.out.notes.is_terminal:
-        yield None
-        return
-    with cli.out.notes.status(f"0 {verb}") as status:
-        yield lambda count: status.update(f"{count:,} {verb}") if count % 64 == 0 or count < 64 else None
+def _progress(cli: Cli, verb: str) -> Callable[[int], None]:
+    """A counter on the terminal, a few times a second."""
+    told_at = 0.0
+
+    def tell(count: int) -> None:
+        nonlocal told_at
+        if time.monotonic() - told_at > TELL_EVERY_S:
+            cli.out.passing(f"{count:,} {verb}")
+            told_at = time.monotonic()
+
+    return tell

@@ -246,13 +246,13 @@ def show_answers(cli: Cli, handle: CommandHandle, timeout_s: float | None) -> Ex
     """Every final answer as it comes; who has not answered at the end. WRONG unless all have, and did all."""
     expected = sum(member.alive for member in handle.members)
     good = expected > 0
-    on_terminal = cli.out.notes.is_terminal
-    with cli.out.notes.status(f"0 of {expected} workers have answered") if on_terminal else _Silent() as status:
-        for count, answer in enumerate(handle.answers(timeout_s), 1):
-            good = good and answer.result.status in GOOD
-            for data, line in _answer_lines(handle.command, answer):
-                cli.out.line(data, line)
-            status.update(f"{count} of {expected} workers have answered")
+    cli.out.passing(f"0 of {expected} workers have answered")
+    for count, answer in enumerate(handle.answers(timeout_s), 1):
+        good = good and answer.result.status in GOOD
+        for data, line in _answer_lines(handle.command, answer):
+            cli.out.line(data, line)
+        cli.out.passing(f"{count} of {expected} workers have answered")
+    cli.out.clear()
     state = handle.state
     for name in state.waiting:
         last = state.answers.get(name)
@@ -260,17 +260,6 @@ def show_answers(cli: Cli, handle: CommandHandle, timeout_s: float | None) -> Ex
     for name in state.dead:
         cli.out.note(f"{name}: died before it answered", "red")
     return ExitCode.OK if good and state.complete else ExitCode.WRONG
-
-
-class _Silent:
-    def __enter__(self) -> _Silent:
-        return self
-
-    def __exit__(self, *ignored: object) -> None:
-        return None
-
-    def update(self, text: str) -> None:
-        return None
 
 
 def _answer_lines(message: Command, answer: Answer) -> Iterable[tuple[dict[str, Any], Text]]:

@@ -95,10 +95,11 @@ def tail_command(
         items = tail(bus, streams, start=start, last=last, until=until, follow=follow, filters=filters)
         for item in items:
             if isinstance(item, Seen):
-                if raw_form:
-                    cli.out.line(raw(item), styled(str(raw(item))))
+                if cli.out.as_json or raw_form:
+                    data = raw(item) if raw_form else decoded(item)
+                    cli.out.line(data, styled(str(data)))
                 else:
-                    cli.out.line(decoded(item) if cli.out.as_json else None, entry_line(item))
+                    cli.out.show(entry_line(item))
                 shown += 1
                 if shown == limit:
                     break

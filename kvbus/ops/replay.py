@@ -250,7 +250,12 @@ class Replay:
             )
         state = self._load()
         if resume:
-            return state if state is not None and not state.finished else _State(new_message_id())
+            if state is None:
+                raise ConfigError(
+                    f"no replay of this range of {self.source.title} into {self.into} was begun",
+                    hint="Give the range by the same entry ids or dates: a time ago names another place each time.",
+                )
+            return msgspec.structs.replace(state, finished=False)
         if state is not None and not state.finished and not restart:
             raise ConfigError(
                 f"a replay of {self.source.title} into {self.into} was interrupted after {state.written:,} entries",

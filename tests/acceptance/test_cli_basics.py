@@ -13,7 +13,7 @@ import pytest
 
 import kvbus as package
 from kvbus.cli.app import build
-from kvbus.cli.common import EXAMPLES
+from kvbus.cli.common import EXAMPLES, Cli, Common
 from kvbus.cli.exits import MEANING, ExitCode, exit_code_of
 from kvbus.errors import BusUnavailable, all_errors
 from tests.cli_kit import PROGRAM, Kvbus
@@ -96,6 +96,26 @@ def test_wrong_use_ends_with_2_and_says_what_is_wrong(kvbus: Kvbus, line: str) -
     assert "Traceback" not in done.err
 
 
+def test_a_fault_of_ours_is_one_sentence_too(capsys: pytest.CaptureFixture[str]) -> None:
+    def fail() -> None:
+        raise ZeroDivisionError("by zero")
+
+    assert Cli(Common()).run(fail) is ExitCode.WRONG
+    told = capsys.readouterr().err
+    assert "unexpected ZeroDivisionError: by zero" in told
+    assert "--debug" in told
+    assert "Traceback" not in told
+
+
+def test_a_disk_that_is_full_is_told(kvbus: Kvbus) -> None:
+    if not Path("/dev/full").exists():
+        pytest.skip("no /dev/full here")
+    done = kvbus.shell("kvbus errors > /dev/full")
+    assert done.code == 1
+    assert "No space left on device" in done.err
+    assert "Traceback" not in done.err
+
+
 def test_options_for_all_may_stand_before_or_behind(kvbus: Kvbus, namespace: str) -> None:
     kvbus("send", "evict", HASH).ok()
     before = kvbus("--table", "-n", namespace, "tail").ok().out
@@ -138,6 +158,8 @@ def test_profile_goes_before_variables_and_options_before_it(kvbus: Kvbus, valke
     assert "namespace by-profile" in kvbus("--profile", "here", "workers", env=away).ok().err
     assert "namespace by-profile" in kvbus("workers", env=away | {"KVBUS_PROFILE": "here"}).ok().err
     assert "namespace by-option" in kvbus("workers", "--profile", "here", "-n", "by-option", env=away).ok().err
+    both = kvbus("--profile", "here", "workers", env=away | {"KVBUS_PROFILE": "secret"}).ok()
+    assert "namespace by-profile" in both.err, "an option goes before the variable, wherever it stands"
     missing = kvbus("workers", "--profile", "her")
     assert missing.code == ExitCode.USAGE
     assert "Did you mean here?" in missing.err

@@ -78,6 +78,8 @@ def test_example_runs(prepared: Kvbus, name: str, line: str, namespace: str) -> 
     line = line.replace("--into scratch", f"--into {namespace}-scratch")
     if "run.kvrec" in line and ("replay" in line or "verify" in line or "--append" in line):
         prepared("record", "run.kvrec").ok()
+    if "--resume" in line:
+        assert prepared.shell(line.replace("--resume", "--speed max")).code == 0
     if "--follow" in line or (line.startswith(GOES_ON) and "--once" not in line):
         with prepared.started(argv=("bash", "-c", f"exec {program(prepared, line)}")) as running:
             first = running.line(err=line.startswith(("kvbus serve", "kvbus memory", "kvbus record")))

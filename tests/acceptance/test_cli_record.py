@@ -156,7 +156,9 @@ def test_replay_goes_on_after_ctrl_c(kvbus: Kvbus, filled: int, bus: Bus, valkey
     assert done["earlier"] == written
     assert done["written"] == filled - written
     assert without_origin(contents(target)) == without_origin(contents(bus))
+    assert kvbus("replay", "a.kvrec", "--into", copy, "--resume").ok().row["written"] == 0, "it is finished"
     assert kvbus("replay", "a.kvrec", "--into", copy, "--speed", "max").ok().row["written"] == filled, "a new replay"
+    assert kvbus("replay", "a.kvrec", "--into", copy, "--from", "10m", "--resume").code == 2, "of a range never begun"
 
 
 def test_replay_survives_lost_answers_without_a_repeat(
@@ -237,3 +239,12 @@ def test_restart_begins_anew_even_at_the_same_place(
         replay.run(speed=None)
     assert replay.run(speed=None, restart=True).written == 3
     assert len(contents(target)) == 3
+
+
+def test_replay_onto_another_server(kvbus: Kvbus, filled: int, bus: Bus, redis7: RealServer, namespace: str) -> None:
+    done = kvbus("replay", "all", "--into-url", redis7.url, "--speed", "max").ok().row
+    assert done["written"] == filled
+    assert without_origin(contents(redis7.bus(namespace))) == without_origin(contents(bus))
+    with_password = redis7.url.replace("redis://", "redis://user:hidden@")
+    plan = kvbus("replay", "all", "--into-url", with_password, "--dry-run", "--table")
+    assert "hidden" not in plan.out + plan.err

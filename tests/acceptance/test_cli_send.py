@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import os
+import pty
+import subprocess
+
 import pytest
 
 from kvbus.protocol.commands import DDR, SSD
 from kvbus.protocol.hashes import format_hash
 from kvbus.streams.connection import Bus
 from tests.acceptance.conftest import StartWorker
-from tests.cli_kit import Kvbus
+from tests.cli_kit import PROGRAM, Kvbus
 from tests.servers import eventually
 from tests.unit.scripted_engine import ScriptedEngine
 
@@ -129,3 +134,23 @@ def test_ctrl_c_while_waiting_ends_with_130_and_the_command_goes_on(
         assert sending.interrupt().code == 130
     engine.gate.set()
     eventually(lambda: HASH in engine.ddr, what="the prefetch to end")
+
+
+def test_progress_on_the_terminal_takes_no_data_out_of_the_pipe(kvbus: Kvbus, start_worker: StartWorker) -> None:
+    start_worker(ScriptedEngine(ssd=[HASH]))
+    ours, theirs = pty.openpty()
+    done = subprocess.run(
+        [*PROGRAM, "send", "prefetch", TEXTS[0], "--wait"],
+        cwd=kvbus.directory,
+        env=kvbus.env | {"TERM": "xterm"},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=theirs,
+        timeout=60,
+    )
+    os.close(theirs)
+    shown = os.read(ours, 65_536).decode()
+    os.close(ours)
+    assert json.loads(done.stdout)["status"] == "done"
+    assert "1 of 1 workers have answered" in shown
+    assert shown.endswith("\x1b[2K"), "nothing of it is left"
