@@ -39,13 +39,18 @@ class _Dropping(logging.handlers.QueueHandler):
 
     dropped = 0
 
+    def prepare(self, record: logging.LogRecord) -> logging.LogRecord:
+        """As it is: it stays in this process, and the formatter wants the trace apart from the message."""
+        return record
+
     def enqueue(self, record: logging.LogRecord) -> None:
         try:
             if self.dropped:
-                text, self.dropped = f"{self.dropped} log lines dropped: stderr was not read", 0
+                text = f"{self.dropped} log lines dropped: stderr was not read"
                 self.queue.put_nowait(
                     logging.makeLogRecord({"name": "kvbus.facade", "levelname": "WARNING", "msg": text})
                 )
+                self.dropped = 0
             self.queue.put_nowait(record)
         except queue.Full:
             self.dropped += 1

@@ -30,7 +30,7 @@ SEND_S = 0.8
 CONNECT_MS = 800
 REPLY_MS = 1_000
 ROLL_EVERY_S = 1.0
-THREADS = 8
+THREADS = 16
 
 
 class Facade:
