@@ -35,7 +35,9 @@ class BusView:
         self.redis = server.client()
 
     def events(self, kind: type[Event] = RequestFinished) -> list[Any]:
-        return [found for found in map(_message, self.redis.xrange(self.keys.events)) if isinstance(found, kind)]
+        """All of this kind, each once: a publisher may send again what it got no answer for, as every reader knows."""
+        found = (message for message in map(_message, self.redis.xrange(self.keys.events)) if isinstance(message, kind))
+        return list({_identity(message): message for message in found}.values())
 
     def finished(self, external_id: str) -> RequestFinished:
         """The event of the request that its client knows by this id."""
@@ -94,6 +96,10 @@ class BusView:
 
 def hashes_of(texts: Iterable[str]) -> tuple[ChunkHash, ...]:
     return tuple(map(parse_hash, texts))
+
+
+def _identity(message: Any) -> Any:
+    return (message.publisher, message.epoch, message.seq) if isinstance(message, RequestFinished) else id(message)
 
 
 def _message(entry: tuple[bytes, dict[bytes, bytes]]) -> Any:

@@ -20,7 +20,7 @@ MakeOptions = Callable[..., Options]
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if Path(__file__).parent in item.path.parents:
-            item.add_marker(pytest.mark.timeout(480))  # the start of vLLM is part of a test's time
+            item.add_marker(pytest.mark.timeout(720))  # the start of vLLM is part of a test's time
 
 
 @pytest.fixture(scope="session")

@@ -19,7 +19,7 @@ from tests.e2e.host import AUTHKEY
 
 ROOT = Path(__file__).parents[2]
 CHUNK_SIZE = 64
-START_S = 180
+START_S = 420
 CALL_S = 120
 STOP_S = 60
 
@@ -159,8 +159,13 @@ class Engine(VllmProcess):
         }
         self._listener = Listener(address, family="AF_UNIX", authkey=AUTHKEY)
         super().__init__(options, [sys.executable, "-m", "tests.e2e.host", address, json.dumps(arguments)])
-        self._connection: Connection = self._accept()
-        self._receive(START_S)
+        self._connection: Connection | None = None
+        try:
+            self._connection = self._accept()
+            self._receive(START_S)
+        except BaseException:  # also pytest's own outcomes: a process that nobody holds would live on
+            self.stop()
+            raise
 
     def call(self, name: str, **arguments: Any) -> Any:
         """Run a method of tests.e2e.host.Host there and return its result."""
@@ -168,6 +173,7 @@ class Engine(VllmProcess):
         return self.receive()
 
     def send(self, name: str, **arguments: Any) -> None:
+        assert self._connection is not None
         self._connection.send((name, arguments))
 
     def receive(self) -> Any:
@@ -178,14 +184,14 @@ class Engine(VllmProcess):
         return found
 
     def stop(self) -> None:
-        try:
-            if self.process.poll() is None:
+        if self._connection is not None:
+            try:
                 self._connection.send(("stop", {}))
                 self._connection.poll(STOP_S)
-        except OSError:
-            pass
+            except OSError:  # it has ended already
+                pass
+            self._connection.close()
         super().stop()
-        self._connection.close()
         self._listener.close()
 
     def _accept(self) -> Connection:
@@ -197,6 +203,7 @@ class Engine(VllmProcess):
             raise
 
     def _receive(self, timeout: float) -> Any:
+        assert self._connection is not None
         try:
             if not self._connection.poll(timeout):
                 self.fail(f"no answer within {timeout} s")
