@@ -199,7 +199,7 @@ command(app, "run", group=GROUP, examples=("kvbus memory run", "kvbus memory run
 command(app, "sessions", group=GROUP, examples=("kvbus memory sessions --last 20",))(sessions)
 command(app, "show", group=GROUP, examples=("kvbus memory show alice-1",))(show)
 command(app, "totals", group=GROUP, examples=("kvbus memory totals",))(totals)
-command(app, "holders", group=GROUP, examples=("kvbus memory holders 3f5c45ecbab5e9fd",))(holders)
+command(app, "holders", group=GROUP, takes_hashes=True, examples=("kvbus memory holders 3f5c45ecbab5e9fd",))(holders)
 command(app, "switch", group=GROUP, examples=("kvbus memory switch alice-1", "kvbus memory switch --intent travel"))(
     switch
 )

@@ -26,6 +26,9 @@ from kvbus.streams.connection import Bus
 from publisher import FinishedRequest, Publisher
 from tests.servers import RealServer, eventually, missing
 
+# Two workers load LMCache, and npm fetches packages: slow on a busy machine.
+pytestmark = pytest.mark.timeout(300)
+
 ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "docs" / "golden.json"
 HASHES = (
@@ -174,7 +177,7 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Example:
         cwd=directory,
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=240,
         check=False,
     )
     if done.returncode:

@@ -60,6 +60,7 @@ def test_looking_and_acting(kvbus: Kvbus, ledger: Ledger) -> None:
     assert "travel" in table
     assert kvbus("memory", "totals").ok().row["chunks"] == 4
     assert {row["session"] for row in kvbus("memory", "holders", "1").ok().rows} == {"a", "b"}
+    assert kvbus("memory", "holders", "-2").ok().row["session"] == "a"
     assert kvbus("memory", "holders", "77").code == 1
     assert kvbus("memory", "switch", "a").ok().row["num_chunks"] == 3
     assert kvbus("memory", "switch", "--intent", "travel").ok().row["form"] == "prefetch"

@@ -335,6 +335,8 @@ def test_each_tenant_has_its_own_limits(desk: MakeDesk) -> None:
     assert {item.session for item in d.ledger.sessions(tenant="x")} == {"c"}
     assert {item.session for item in d.ledger.sessions()} == {"c", "z"}
     d.sound()
+    d.ledger.close("z")
+    assert d.ledger.store.numbers("tenants") == {"x": 5}
 
 
 def test_idle_sessions_are_closed(desk: MakeDesk) -> None:

@@ -40,8 +40,11 @@ local function set_intent(s, intent)
   s.intent = intent
 end
 
+-- At most once for a tenant before each settle(). A tenant without chunks leaves nothing behind.
 local function count_tenant(s, chunks)
-  if chunks ~= 0 then write('HINCRBY', P .. 'tenants', s.tenant, chunks) end
+  if chunks == 0 then return end
+  local n = tonumber(call('HGET', P .. 'tenants', s.tenant) or '0') + chunks
+  if n == 0 then write('HDEL', P .. 'tenants', s.tenant) else write('HSET', P .. 'tenants', s.tenant, n) end
 end
 
 -- Leading chunks that two chains have in common: exact, and in as many reads as the logarithm of their length.
