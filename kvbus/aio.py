@@ -14,6 +14,7 @@ server.
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 import threading
 from collections import deque
@@ -26,6 +27,7 @@ from kvbus.answers import Answer, CommandState
 from kvbus.client import SEND_TIMEOUT_S, CommandHandle, Hashes, KVBus
 from kvbus.errors import BusError, NotAnswered, ProtocolError, Stopped
 from kvbus.event_stream import Delivery, Start
+from kvbus.metrics import RateLimitedLog
 from kvbus.protocol.codec import new_message_id
 from kvbus.protocol.commands import (
     EVICT_TTL_MS,
@@ -42,6 +44,8 @@ from kvbus.protocol.commands import (
 from kvbus.protocol.hashes import to_hashes
 from kvbus.settings import Settings
 from kvbus.streams.registry import Member
+
+_log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 THREADS = 8
@@ -280,6 +284,7 @@ class AsyncKVBus:
         stream = await self.call(lambda: self.sync.events(reader=reader, start=start))
         # Reading blocks, and must not hold up what is sent.
         own_thread = ThreadPoolExecutor(1, thread_name_prefix="kvbus-aio-events")
+        limited = RateLimitedLog(_log)
         try:
             backoff = 0.05
             while True:
@@ -293,7 +298,11 @@ class AsyncKVBus:
                 for delivery in batch:
                     yield delivery
                 if reader is not None and batch:
-                    await self.call(stream.save)
+                    try:
+                        await self.call(stream.save)
+                    except BusError as error:
+                        # The next batch's place says all that this one would have; until then a restart reads it again.
+                        limited.warning("unsaved", "the place of reader %s cannot be saved: %s", reader, error)
         finally:
             stream.close()  # wakes the thread; it then drops the connection itself
             own_thread.submit(stream.__exit__, None, None, None)

@@ -75,6 +75,24 @@ class CommandState(msgspec.Struct, frozen=True):
         return {name: answer for name, answer in self.answers.items() if answer.result.status.final}
 
 
+class _Watcher:
+    """A callback that is told of states in their order, though several threads tell: never an old one after a new."""
+
+    def __init__(self, callback: Callable[[CommandState], None]) -> None:
+        self._callback = callback
+        self._lock = threading.RLock()
+        self._told = -1
+
+    def tell(self, number: int, state: CommandState) -> None:
+        with self._lock:
+            if number > self._told:
+                self._told = number
+                self._callback(state)
+
+
+_Call = tuple[_Watcher, int, CommandState]
+
+
 class _Record:
     """The answers to one command so far, and who wants to know."""
 
@@ -87,21 +105,26 @@ class _Record:
         self.dead: frozenset[str] = frozenset()
         self.weight = 1
         self.hold_until = 0.0
-        self.watchers: list[Callable[[CommandState], None]] = []
+        self.number = 0
+        """Of the newest state that was told."""
+        self.watchers: list[_Watcher] = []
+
+    def done(self) -> frozenset[str]:
+        return frozenset(name for name, answer in self.answers.items() if answer.result.status.final)
 
     def missing(self) -> frozenset[str]:
-        done = {name for name, answer in self.answers.items() if answer.result.status.final}
-        return self.expected - done
+        return self.expected - self.done()
 
     def state(self) -> CommandState:
-        missing = self.missing()
+        done = self.done()
+        missing = self.expected - done
         return CommandState(
             command_id=self.command_id,
             answers=dict(self.answers),
             waiting=tuple(sorted(missing - self.dead)),
             dead=tuple(sorted(missing & self.dead)),
             absent=self.absent,
-            stuck=tuple(sorted(self.stuck - self.answers.keys())),
+            stuck=tuple(sorted(self.stuck - done)),
         )
 
 
@@ -132,8 +155,8 @@ class Answers:
         with self._lock:
             if self._stop.is_set():
                 raise Stopped("this client was closed")
-            if self._thread is not None:
-                return
+            if self._thread is not None and self._thread.is_alive():
+                return  # in a forked child it is not
             self._subscription = Subscription.from_end(self.bus, self.bus.keys.results)
             self._thread = threading.Thread(target=self._run, name="kvbus-answers", daemon=True)
             self._thread.start()
@@ -167,8 +190,7 @@ class Answers:
             record.expected = frozenset(heard - record.stuck)
             record.absent = tuple(member.name for member in members if member.name not in heard)
             calls = self._calls(record)
-        for callback, state in calls:
-            callback(state)
+        self._tell(calls)
 
     def heard_of(self, members: tuple[Member, ...]) -> dict[str, float]:
         """Take note of who is alive. Returns for how many seconds each has been known to be silent."""
@@ -190,20 +212,25 @@ class Answers:
 
         The callback must not block. It also learns of workers that died.
         """
+        watcher = _Watcher(callback)
         with self._lock:
             record = self._record(command_id)
-            record.watchers.append(callback)
+            record.watchers.append(watcher)
             self._watched.add(command_id)
-            state = record.state()
+            number, state = record.number, record.state()
 
         def end() -> None:
             with self._lock:
-                if callback in record.watchers:
-                    record.watchers.remove(callback)
-                if not record.watchers:
-                    self._watched.discard(command_id)
+                if watcher in record.watchers:
+                    record.watchers.remove(watcher)
+                    if not record.watchers:
+                        self._watched.discard(command_id)
 
-        callback(state)
+        try:
+            watcher.tell(number, state)
+        except BaseException:
+            end()
+            raise
         return end
 
     def state(self, command_id: str) -> CommandState | None:
@@ -256,6 +283,11 @@ class Answers:
                 self._silent_since.clear()  # what is not heard during an outage says nothing of the workers
                 self._stop.wait(backoff * random.uniform(0.5, 1.0))
                 backoff = min(backoff * 2, 1.0)
+            except Exception:  # noqa: BLE001 - all who wait in this process depend on this thread
+                self.counters.add("internal_errors")
+                _log.exception("unexpected error while reading results; going on")
+                self._stop.wait(backoff)
+                backoff = min(backoff * 2, 1.0)
         subscription.disconnect()
 
     def _take_entry(self, entry_id: str, fields: Fields) -> None:
@@ -275,7 +307,7 @@ class Answers:
         self._take(message)
 
     def _take(self, message: Results) -> None:
-        calls: list[tuple[Callable[[CommandState], None], CommandState]] = []
+        calls: list[_Call] = []
         with self._lock:
             for result in message.results:
                 record = self._record(result.command_id)
@@ -288,8 +320,7 @@ class Answers:
                 self._weigh(record, _weight(result) - (_weight(before.result) if before is not None else 0))
                 calls += self._calls(record)
             self._forget_oldest()
-        for callback, state in calls:
-            callback(state)
+        self._tell(calls)
 
     def _look_for_dead(self) -> None:
         with self._lock:
@@ -298,7 +329,7 @@ class Answers:
             return
         alive_now = self._issuer.alive(sorted(waiting))
         now = time.monotonic()
-        calls: list[tuple[Callable[[CommandState], None], CommandState]] = []
+        calls: list[_Call] = []
         with self._lock:
             for name, alive in alive_now.items():
                 if alive:
@@ -311,14 +342,23 @@ class Answers:
                 if record.dead != dead & record.expected:
                     record.dead = dead & record.expected
                     calls += self._calls(record)
-        for callback, state in calls:
-            callback(state)
+        self._tell(calls)
 
-    def _calls(self, record: _Record) -> list[tuple[Callable[[CommandState], None], CommandState]]:
+    def _calls(self, record: _Record) -> list[_Call]:
+        """Under the lock: who is to be told of the record's new state, once the lock is free."""
         if not record.watchers:
             return []
+        record.number += 1
         state = record.state()
-        return [(callback, state) for callback in record.watchers]
+        return [(watcher, record.number, state) for watcher in record.watchers]
+
+    def _tell(self, calls: list[_Call]) -> None:
+        for watcher, number, state in calls:
+            try:
+                watcher.tell(number, state)
+            except Exception:  # noqa: BLE001 - one watcher's fault must not keep the others from their answers
+                self.counters.add("watchers_failed")
+                _log.exception("a watcher of command %s failed", state.command_id)
 
     def _record(self, command_id: str) -> _Record:
         record = self._records.get(command_id)

@@ -28,6 +28,9 @@ _log = logging.getLogger(__name__)
 Start = Literal["start", "end"] | str
 """Where a reader begins: before the oldest entry, behind the newest, or behind the entry with this id."""
 
+KEEP_PUBLISHERS = 4_096
+"""Whose numbers are remembered, of all that ever were: those that were heard last."""
+
 
 class Hole(msgspec.Struct, frozen=True):
     """Events of one publisher that never reached the stream, or were trimmed from it: first to last, both missing."""
@@ -51,7 +54,7 @@ class Place(msgspec.Struct, frozen=True):
 
 
 class SequenceTracker:
-    """Knows repeats and holes by (publisher, epoch, seq). Pure."""
+    """Knows repeats and holes by (publisher, epoch, seq). Pure; bounded by KEEP_PUBLISHERS."""
 
     def __init__(self, places: tuple[Place, ...] = ()) -> None:
         self._places = {place.publisher: place for place in places}
@@ -71,7 +74,10 @@ class SequenceTracker:
                 hole = Hole(event.publisher, event.epoch, place.next_seq, event.seq - 1)
             elif event.epoch > place.epoch and event.seq > 0:
                 hole = Hole(event.publisher, event.epoch, 0, event.seq - 1)
+        self._places.pop(event.publisher, None)  # to the end: the first is the one heard longest ago
         self._places[event.publisher] = Place(event.publisher, event.epoch, event.seq + 1)
+        if len(self._places) > KEEP_PUBLISHERS:
+            del self._places[next(iter(self._places))]
         return True, hole
 
 

@@ -16,9 +16,9 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
-from kvbus.errors import BusError, MissingExtra
+from kvbus.errors import BusError, EngineFailed, MissingExtra
 from kvbus.protocol.codec import Envelope
-from kvbus.protocol.results import CommandResult, Counts, Status
+from kvbus.protocol.results import CommandResult, Counts, ErrorInfo, Status
 from kvbus.settings import Settings
 from kvbus.streams.connection import Bus
 from kvbus.streams.keys import worker_name
@@ -61,7 +61,8 @@ def all_done(envelope: Envelope) -> CommandResult:
 
 
 class FakeWorker:
-    """A worker on the real protocol, without an engine. carry: makes the result of each command.
+    """A worker on the real protocol, without an engine. carry: makes the result of each command; what it raises
+    becomes a `failed` result, as an engine's fault does.
 
     Only the engine is missing: registration, heartbeat, checkpoint and results are those of a real worker.
     """
@@ -101,10 +102,22 @@ class FakeWorker:
         while not self._stop.is_set():
             try:
                 for task in self._log.read(block_ms=50):
-                    self._log.finish(task.entry_id, self._carry(task.envelope))
+                    self._log.finish(task.entry_id, self._result(task.envelope))
                 self._log.flush()
             except BusError:
                 self._stop.wait(0.05)
+
+    def _result(self, envelope: Envelope) -> CommandResult:
+        try:
+            return self._carry(envelope)
+        except Exception as fault:  # noqa: BLE001 - a thread that ended in silence would leave the test waiting
+            error = EngineFailed(f"{type(fault).__name__}: {fault}")
+            return CommandResult(
+                command_id=envelope.id,
+                type=envelope.type,
+                status=Status.FAILED,
+                error=ErrorInfo(error.code, error.message[:1024]),
+            )
 
     def _keep(self) -> None:
         while not self._stop.wait(self._heartbeat_s):

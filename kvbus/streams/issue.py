@@ -10,6 +10,7 @@ import msgspec
 from kvbus.errors import BusError, BusUnavailable, KVBusError, NoWorkers
 from kvbus.protocol.codec import Fields
 from kvbus.streams.connection import Bus, Script, bus_errors
+from kvbus.streams.line import Line
 from kvbus.streams.log import Log
 from kvbus.streams.registry import Member, Membership
 
@@ -54,9 +55,10 @@ class Issued(msgspec.Struct, frozen=True):
 class _Waiting:
     """A command whose sender waits for its turn, or for another thread's step that takes it along."""
 
-    __slots__ = ("error", "fields", "issued", "need_alive", "size")
+    __slots__ = ("call", "error", "fields", "issued", "need_alive", "size")
 
-    def __init__(self, fields: Fields, need_alive: bool) -> None:
+    def __init__(self, fields: Fields, need_alive: bool, call: object) -> None:
+        self.call = call
         self.fields = fields
         self.need_alive = need_alive
         self.size = sum(map(len, fields.values()))
@@ -77,6 +79,7 @@ class Issuer:
         self._membership = Membership(bus)
         self._lock = threading.Lock()
         self._turn = threading.Lock()
+        self._line: Line | None = None
         self._queue: list[_Waiting] = []
         self._names: tuple[str, ...] = ()
         self._last_members: tuple[Member, ...] = ()
@@ -96,8 +99,9 @@ class Issuer:
         return self.issue_all([fields], need_alive=need_alive)[0]
 
     def issue_all(self, batch: Sequence[Fields], *, need_alive: bool = False) -> list[Issued]:
-        """Append commands in this order. Raises as `issue` does; some of them may then have been written."""
-        mine = [_Waiting(fields, need_alive) for fields in batch]
+        """Append commands in this order. Raises as `issue` does; the first of them may then have been written."""
+        call = object()
+        mine = [_Waiting(fields, need_alive, call) for fields in batch]
         with self._lock:
             self._queue += mine
         for item in mine:
@@ -134,14 +138,27 @@ class Issuer:
             if unwritten:
                 names = ", ".join(member.name for member in self._last_members) or "none"
                 nobody = f"no worker is alive in namespace {self._bus.keys.namespace!r} (registered: {names})"
-                for item in unwritten:
-                    item.error = NoWorkers(nobody)
+                self._fail(unwritten, NoWorkers(nobody))
         except BaseException as error:
-            for item in batch:
-                # Whatever ended this thread's step, the others must not wait for ever.
-                item.error = error if isinstance(error, BusError) else BusUnavailable(f"XADD: {error!r}")
+            # Whatever ended this thread's step, the others must not wait for ever.
+            self._fail(batch, error if isinstance(error, BusError) else BusUnavailable(f"XADD: {error!r}"))
             if not isinstance(error, BusError):
                 raise
+
+    def _fail(self, items: Sequence[_Waiting], error: KVBusError) -> None:
+        """Nor is anything written that stands behind them in the same call: sent again, it would come before them."""
+        calls = {item.call for item in items}
+        with self._lock:
+            behind = [item for item in self._queue if item.call in calls]
+            self._queue = [item for item in self._queue if item.call not in calls]
+        for item in (*items, *behind):
+            item.error = error
+
+    def _held_line(self) -> Line | None:
+        """For steps alone, one at a time."""
+        if self._line is None or self._line.client is not self._bus.client:
+            self._line = self._bus.line()
+        return self._line
 
     def _write(self, batch: Sequence[_Waiting]) -> list[_Waiting]:
         """Those that were not written, for want of workers."""
@@ -152,9 +169,10 @@ class Issuer:
             for name, value in item.fields.items():
                 args += [name, value]
         with bus_errors(f"XADD {keys.commands}"):
-            ids, raw, flags = _ISSUE.run(
-                self._bus.client, [keys.commands, keys.workers, *(keys.live(name) for name in names)], args
-            )
+            line = self._held_line()
+            words = [keys.commands, keys.workers, *(keys.live(name) for name in names)]
+            answer = _ISSUE.run(self._bus.client, words, args) if line is None else _ISSUE.run_on(line, words, args)
+        ids, raw, flags = answer
         registered = dict(zip(raw[::2], raw[1::2], strict=True))
         alive = {name: flag == 1 for name, flag in zip(names, flags, strict=True)}
         members = self._membership.members(registered, alive)

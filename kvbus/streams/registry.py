@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections.abc import Mapping
 
@@ -13,6 +14,8 @@ from kvbus.protocol.limits import PROTOCOL_VERSION
 from kvbus.streams.checkpoint import KEEP_MS
 from kvbus.streams.connection import Bus, Script, bus_errors
 from kvbus.streams.position import Position
+
+_log = logging.getLogger(__name__)
 
 
 class Registration(msgspec.Struct, frozen=True, kw_only=True):
@@ -111,7 +114,11 @@ class Membership:
 
     def members(self, raw: Mapping[bytes, bytes], alive: Mapping[str, bool] | None = None) -> tuple[Member, ...]:
         """Members from the hash's content. alive: what is known already; the rest is asked. Raises BusError."""
-        registrations = {name.decode(): self._decode(name, value) for name, value in sorted(raw.items())}
+        registrations = {
+            name.decode("utf-8", "backslashreplace"): self._decode(name, value) for name, value in sorted(raw.items())
+        }
+        if len(self._decoded) > 2 * len(raw) + 64:  # names come and go
+            self._decoded = {name: self._decoded[name] for name in raw if name in self._decoded}
         known = dict(alive or {})
         unknown = [name for name in registrations if name not in known]
         if unknown:
@@ -127,7 +134,14 @@ class Membership:
     def _decode(self, name: bytes, raw: bytes) -> Registration:
         cached = self._decoded.get(name)
         if cached is None or cached[0] != raw:
-            cached = self._decoded[name] = (raw, decode_registration(name.decode(), raw))
+            text = name.decode("utf-8", "backslashreplace")
+            try:
+                registration = decode_registration(text, raw)
+            except BusRefused as error:
+                # Another version's, or a stranger's. Whoever it is owes results all the same, and the others go on.
+                _log.warning("%s; only its name is known", error.message)
+                registration = Registration(instance=text.rpartition("/")[0] or text)
+            cached = self._decoded[name] = (raw, registration)
         return cached[1]
 
 
