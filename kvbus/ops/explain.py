@@ -14,7 +14,6 @@ from kvbus.history import FoundCommand, command_at, find_command, find_latest
 from kvbus.ops.entries import Filters, Needle, Seen, as_command, chunks_of
 from kvbus.ops.tail import history
 from kvbus.protocol.codec import Fields
-from kvbus.protocol.commands import Command
 from kvbus.protocol.dead import DeadLetter
 from kvbus.protocol.events import RequestFinished, WorkerGap, WorkerStarted, WorkerStopped
 from kvbus.protocol.hashes import ChunkHash, format_hash
@@ -89,11 +88,11 @@ class _Moments:
 def explain_chunk(bus: Bus, chunk: ChunkHash, *, after: str = "0-0") -> Timeline:
     """Announced by which requests, asked for and carried out by whom. Empty when nothing is known. Raises BusError."""
     text, moments = format_hash(chunk), _Moments()
-    commands: dict[str, Command] = {}
+    commands: dict[str, int] = {}  # to the chunk's place among those that it names: all of them could be too much
     for seen in history(bus, ("commands",), after=after, filters=Filters(hashes=(chunk,))):
         command = as_command(seen)
-        if command is not None and seen.envelope is not None:
-            commands[seen.envelope.id] = command
+        if command is not None:
+            commands[seen.message_id] = chunks_of(command).index(chunk)
     needle = Needle(chunk)
 
     def worth(stream: str, fields: Fields) -> bool:
@@ -106,14 +105,14 @@ def explain_chunk(bus: Bus, chunk: ChunkHash, *, after: str = "0-0") -> Timeline
         message = seen.envelope.message if seen.envelope is not None else None
         if isinstance(message, RequestFinished):
             if chunk in message.chunk_hashes:
-                place = message.chunk_hashes.index(chunk) + 1
-                detail = f"request {message.external_id or message.request_id}, chunk {place} of "
+                number = message.chunk_hashes.index(chunk) + 1
+                detail = f"request {message.external_id or message.request_id}, chunk {number} of "
                 detail += f"{len(message.chunk_hashes)}{_session(message)}"
                 moments.add(seen, "announced", who=message.instance, detail=detail)
         elif isinstance(message, Results):
             for result in message.results:
-                if (command := commands.get(result.command_id)) is not None:
-                    outcome, detail = outcome_of(chunk, command, result)
+                if (place := commands.get(result.command_id)) is not None:
+                    outcome, detail = outcome_of(chunk, place, result)
                     moments.add(seen, outcome, who=message.worker, command_id=result.command_id, detail=detail)
         elif isinstance(message, WorkerStarted | WorkerStopped | WorkerGap):
             if len(moments):
@@ -225,16 +224,14 @@ def with_lookup(client: KVBus, timeline: Timeline, chunks: Iterable[ChunkHash], 
     return msgspec.structs.replace(timeline, now=tuple(now), silent=(*state.waiting, *state.dead))
 
 
-def outcome_of(chunk: ChunkHash, command: Command, result: CommandResult) -> tuple[str, str]:
-    """What became of one chunk, as exactly as the result tells. Returns the outcome, and a remark."""
+def outcome_of(chunk: ChunkHash, place: int, result: CommandResult) -> tuple[str, str]:
+    """What became of a command's chunk number `place`, as exactly as the result tells: the outcome, and a remark."""
     error = f"[{result.error.code}] {result.error.message}" if result.error is not None else ""
     for name in result.chunks.__struct_fields__:
         if chunk in getattr(result.chunks, name):
             return name, error
-    held = result.held
-    chunks = chunks_of(command)
-    if held is not None and chunk in chunks:
-        tiers = held.tiers_of(chunks.index(chunk))
+    if result.held is not None:
+        tiers = result.held.tiers_of(place)
         return "looked up", ", ".join(tiers) or "in no tier"
     good = [name for name in ("loaded", "resident", "evicted") if getattr(result.counts, name)]
     cut = any(

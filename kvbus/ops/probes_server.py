@@ -16,18 +16,21 @@ from kvbus.streams.position import id_key
 
 OLDEST = (7, 0)
 CLOCK_WARN_MS = 2_000
+SLOW_MS = 250
 FUTURE_MS = 60_000
 MIB = 1024 * 1024
 
 
 def reachable(bus: Bus) -> Iterator[Finding]:
-    began = time.monotonic()
-    with bus_errors("PING"):
-        bus.client.ping()
-    took = (time.monotonic() - began) * 1000
+    took = float("inf")
+    for _ in range(2):  # the first pays for the connection
+        began = time.monotonic()
+        with bus_errors("PING"):
+            bus.client.ping()
+        took = min(took, (time.monotonic() - began) * 1000)
     bus.check_role(bus.client)
     where = redact_url(bus.settings.redis_url)
-    if took > 250:
+    if took > SLOW_MS:
         yield Finding(
             Level.WARN, "reachable", f"{where} answers in {took:.0f} ms", "Look at the network and `SLOWLOG GET`"
         )

@@ -12,6 +12,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import islice
 from pathlib import Path
 
 import msgspec
@@ -46,11 +47,15 @@ class Range(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Source(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the entries come from, and under which name this very replay of it is known."""
+    """Where the entries come from, and under which name this very replay of it is known.
+
+    steady: every reading gives the same entries in the same order. A stream does not: its oldest may be trimmed.
+    """
 
     title: str
     identity: str
     read: Callable[[], Iterable[Recorded]]
+    steady: bool
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,9 +88,13 @@ class Replayed(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _State(msgspec.Struct, frozen=True):
-    """A replay's progress, as it stands on the target. run: which run it is; last: by stream, the last entry done."""
+    """A replay's progress, as it stands on the target.
+
+    run: which run it is; taken: entries of the source that it is done with; last: by stream, the last of them.
+    """
 
     run: str
+    taken: int = 0
     written: int = 0
     refused: int = 0
     last: dict[str, str] = {}
@@ -103,7 +112,7 @@ def from_file(path: Path, chosen: Range) -> Source:
                 if found.stream in chosen.streams and _within(found.entry_id, chosen):
                     yield found
 
-    return Source(title=str(path), identity=_identity(identity, chosen), read=read)
+    return Source(title=str(path), identity=_identity(identity, chosen), read=read, steady=True)
 
 
 def from_stream(bus: Bus, chosen: Range) -> Source:
@@ -119,7 +128,7 @@ def from_stream(bus: Bus, chosen: Range) -> Source:
             yield Recorded(seen.stream, seen.entry_id, seen.fields)
 
     # Not `until`: a replay that goes on later may have a later end.
-    return Source(title=title, identity=_identity(f"{bus.settings.redis_url}|{title}", chosen), read=read)
+    return Source(title=title, identity=_identity(f"{bus.settings.redis_url}|{title}", chosen), read=read, steady=False)
 
 
 def range_of(bus: Bus, streams: tuple[str, ...], start: str | None, until: str | None) -> Range:
@@ -207,9 +216,7 @@ class Replay:
         pace = _Pace(speed, max_pause_ms, stop)
         batch: list[tuple[str, Fields]] = []
         size = 0
-        for found in self.source.read():
-            if found.stream in state.last and id_key(found.entry_id) <= id_key(state.last[found.stream]):
-                continue
+        for found in self._rest(state):
             if batch and (len(batch) >= BATCH_ENTRIES or size >= BATCH_BYTES or not pace.due(found.entry_id)):
                 self._write(batch, state)
                 batch, size = [], 0
@@ -218,15 +225,17 @@ class Replay:
             pace.wait(found.entry_id)
             if stop.is_set():
                 break
-            last = state.last | {found.stream: found.entry_id}
+            state = msgspec.structs.replace(
+                state, taken=state.taken + 1, last=state.last | {found.stream: found.entry_id}
+            )
             try:
                 fields = self._renewed(found)
             except ProtocolError:
-                state = msgspec.structs.replace(state, refused=state.refused + 1, last=last)
+                state = msgspec.structs.replace(state, refused=state.refused + 1)
                 continue
             batch.append((self.target.keys.streams[found.stream], fields))
             size += sum(map(len, fields.values()))
-            state = msgspec.structs.replace(state, written=state.written + 1, last=last)
+            state = msgspec.structs.replace(state, written=state.written + 1)
         if not stop.is_set():
             state = msgspec.structs.replace(state, finished=True)
         self._write(batch, state)
@@ -262,6 +271,13 @@ class Replay:
                 hint="Go on with it by --resume, or begin anew by --restart.",
             )
         return _State(new_message_id())
+
+    def _rest(self, state: _State) -> Iterator[Recorded]:
+        """The entries that are not done yet. Ids alone would not tell: a recording may hold two histories."""
+        if self.source.steady:
+            return islice(self.source.read(), state.taken, None)
+        last = {name: id_key(entry_id) for name, entry_id in state.last.items()}
+        return (found for found in self.source.read() if id_key(found.entry_id) > last.get(found.stream, (-1, 0)))
 
     def _live_workers(self) -> tuple[str, ...]:
         return tuple(member.name for member in Membership(self.target).read() if member.alive)

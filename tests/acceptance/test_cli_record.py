@@ -10,7 +10,7 @@ import pytest
 
 from kvbus.client import KVBus
 from kvbus.errors import ConfigError
-from kvbus.ops.recording import RecordingReader
+from kvbus.ops.recording import RecordingReader, RecordingWriter
 from kvbus.ops.replay import Range, Replay, from_file, from_stream
 from kvbus.ops.tail import history
 from kvbus.protocol.codec import encode_entry
@@ -248,3 +248,16 @@ def test_replay_onto_another_server(kvbus: Kvbus, filled: int, bus: Bus, redis7:
     with_password = redis7.url.replace("redis://", "redis://user:hidden@")
     plan = kvbus("replay", "all", "--into-url", with_password, "--dry-run", "--table")
     assert "hidden" not in plan.out + plan.err
+
+
+def test_a_recording_of_two_histories_is_replayed_whole(valkey: RealServer, namespace: str, tmp_path: Path) -> None:
+    path, target = tmp_path / "a.kvrec", other(valkey, namespace)
+    with RecordingWriter.create(path, namespace="n", streams=("commands",), now_ms=1) as writer:
+        for history_of, first in (("old", 1_000), ("new", 500)):  # the server had lost what it held
+            for number in range(3):
+                fields = encode_entry(Evict(chunk_hashes=(number,)), message_id=f"{history_of}{number}")
+                writer.add("commands", f"{first + number}-0", fields)
+    replay = Replay(from_file(path, Range(streams=("commands",))), target)
+    assert replay.run(speed=None).written == 6
+    origins = [seen.envelope.origin for seen in history(target, ("commands",)) if seen.envelope]
+    assert origins == ["old0", "old1", "old2", "new0", "new1", "new2"]

@@ -160,7 +160,7 @@ def test_doctor_finds_a_healthy_bus_well(kvbus: Kvbus, start_worker: StartWorker
     levels = {row["probe"]: row["level"] for row in done.rows}
     assert done.code == 0, done
     assert set(levels.values()) <= {"ok", "warn"}
-    for probe in ("reachable", "rights", "server", "eviction", "clock", "workers", "hashes", "versions", "ranks"):
+    for probe in ("rights", "server", "eviction", "workers", "hashes", "versions", "ranks"):
         assert levels[probe] == "ok", (probe, done.rows)
     assert levels["persistence"] == "warn", "the tests' server keeps nothing"
 

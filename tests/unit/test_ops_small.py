@@ -98,7 +98,7 @@ def test_outcome_of_one_chunk() -> None:
         result = CommandResult(
             command_id="c", type=command.TYPE, status=Status.DONE, counts=counts, chunks=lists, held=held
         )
-        return ": ".join(outcome_of(2, command, result)).removesuffix(": ")
+        return ": ".join(outcome_of(2, 1, result)).removesuffix(": ")
 
     assert outcome(Counts(requested=2, loaded=2)) == "loaded"
     assert outcome(Counts(requested=2, loaded=1, resident=1)) == "loaded or resident"
