@@ -15,6 +15,7 @@ import msgspec
 from kvbus.errors import BusRefused, Fenced, HistoryLost
 from kvbus.protocol.limits import PROTOCOL_VERSION
 from kvbus.streams.connection import Bus, Script, bus_errors
+from kvbus.streams.line import Line
 from kvbus.streams.position import Position
 
 KEEP_MS = 7 * 24 * 3600 * 1000
@@ -305,15 +306,15 @@ class Commit(msgspec.Struct, frozen=True, kw_only=True):
         return names, args
 
 
-def commit(bus: Bus, step: Commit) -> tuple[CommitAnswer, str]:
-    """Write results, then move the checkpoint, or do nothing at all.
+def commit(bus: Bus, step: Commit, line: Line | None = None) -> tuple[CommitAnswer, str]:
+    """Write results, then move the checkpoint, or do nothing at all. line: a connection that the caller holds.
 
     Returns the answer, and what could not be written to `events` or `dead` ("" as a rule). Raises Fenced,
     HistoryLost or BusError; after BusUnavailable the same step must be sent again.
     """
     names, args = step.arguments(bus)
     with bus_errors(f"commit {step.name}"):
-        answer = _COMMIT.run(bus.client, names, args)
+        answer = _COMMIT.run(bus.client, names, args) if line is None else _COMMIT.run_on(line, names, args)
     return check_commit(answer, step.name)
 
 

@@ -21,6 +21,7 @@ from redis.sentinel import Sentinel
 from kvbus.errors import BusFull, BusRefused, BusUnavailable, ConfigError
 from kvbus.settings import Settings, redact_url
 from kvbus.streams.keys import Keys
+from kvbus.streams.line import Line, can_hold
 
 Client = Any
 """redis.Redis or redis.RedisCluster: the two share no base class. Replies are bytes, RESP2."""
@@ -182,6 +183,13 @@ class Script:
                 return self.run(client, keys, args)
             raise
 
+    def run_on(self, line: Line, keys: Sequence[str], args: Sequence[Argument]) -> Any:
+        """The same over a connection that is held. Raises what redis-py raises."""
+        try:
+            return line.call(("EVALSHA", self._digests[self._form(line.client)], len(keys), *keys, *args))
+        except redis.exceptions.NoScriptError:
+            return self.run(line.client, keys, args)
+
     def _form(self, client: Client) -> int:
         return int(getattr(client, "connection_pool", None) in self._without_flags) if self._without_flags else 0
 
@@ -237,6 +245,11 @@ class Bus:
             if self._client is None:
                 self._client = self._connect("", self.settings.reply_timeout_ms / 1000)
             return self._client
+
+    def line(self) -> Line | None:
+        """A connection for a caller to hold; None where the client is not a plain one. Raises BusUnavailable."""
+        client = self.client
+        return Line(client) if can_hold(client) else None
 
     def blocking_client(self) -> Client:
         """A client of its own for one loop of XREAD BLOCK: its replies may take block_ms longer."""

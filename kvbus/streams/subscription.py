@@ -11,6 +11,7 @@ import redis
 from kvbus.errors import BusUnavailable
 from kvbus.protocol.codec import Fields
 from kvbus.streams.connection import Bus, Client, bus_errors
+from kvbus.streams.line import Line, can_hold, entries_of
 from kvbus.streams.log import Entry, StreamState, pairs, parse_state, stream_state
 from kvbus.streams.position import UNKNOWN, Gap, GapKind, Position, after_gap, at_end, at_start, find_gap, id_key
 
@@ -47,6 +48,7 @@ class Subscription:
         self.key = key
         self.position = position
         self._client: Client | None = None
+        self._line: Line | None = None
         self._checked_at = float("-inf")
         self._role_at = float("-inf")
         self._busy = False
@@ -79,7 +81,7 @@ class Subscription:
                 return Batch([], gap)
             wait = self.bus.settings.block_ms if block_ms is None else block_ms
             with bus_errors(f"XREAD {self.key}"):
-                reply = self._connected().xread({self.key: self.position.cursor}, count=count, block=wait or None)
+                reply = self._xread(count, wait)
         except BaseException as error:
             self.disconnect()
             interrupted, self._interrupted = self._interrupted, False
@@ -113,7 +115,7 @@ class Subscription:
 
     def disconnect(self) -> None:
         """Drop the connection; the next read makes a new one and checks the place first."""
-        client, self._client = self._client, None
+        client, self._client, self._line = self._client, None, None
         self.check_now()
         if client is not None:
             self.bus.discard(client)
@@ -128,10 +130,24 @@ class Subscription:
     def _connected(self) -> Client:
         if self._client is None:
             self._client = self.bus.blocking_client()
+            self._line = Line(self._client) if can_hold(self._client) else None
         return self._client
+
+    def _xread(self, count: int, wait_ms: int) -> list[tuple[bytes, list[tuple[bytes, Fields]]]]:
+        client = self._connected()
+        if self._line is None:
+            found: list[tuple[bytes, list[tuple[bytes, Fields]]]] = client.xread(
+                {self.key: self.position.cursor}, count=count, block=wait_ms or None
+            )
+            return found
+        block = ("BLOCK", wait_ms) if wait_ms else ()
+        words = ("XREAD", "COUNT", count, *block, "STREAMS", self.key, self.position.cursor)
+        return entries_of(self._line.call(words))
 
     def _check(self) -> Gap | None:
         client = self._connected()
+        if self._line is not None:
+            self._line.give_back()  # what is asked here has to be asked where is read: the pool has no other
         if time.monotonic() - self._role_at >= ROLE_EVERY_S:
             self.bus.check_role(client)
             self._role_at = time.monotonic()

@@ -30,6 +30,7 @@ from kvbus.streams.checkpoint import (
 )
 from kvbus.streams.connection import Bus
 from kvbus.streams.known import KnownCommands
+from kvbus.streams.line import Line
 from kvbus.streams.log import Entry, Log
 from kvbus.streams.notices import Notices, dead_letter, type_text, unable
 from kvbus.streams.outbox import Outbox, Step
@@ -71,6 +72,8 @@ class WorkerLog:
         self._subscription: Subscription | None = None
         self._lock = threading.RLock()
         self._flush_lock = threading.Lock()
+        self._line: Line | None = None
+        """For commits alone, under the flush lock."""
         self._position = Position()
         self._pending: OrderedDict[str, Pending] = OrderedDict()
         self._suspicion = Suspicion()
@@ -241,7 +244,7 @@ class WorkerLog:
                     step = self._outbox.in_flight or self._next_step(clean)
                 if step is None:
                     return
-                _, unwritten = commit(self.bus, step.commit)
+                _, unwritten = commit(self.bus, step.commit, self._held_line())
                 with self._lock:
                     self.unwritten += bool(unwritten)
                     self._outbox.acknowledged(step)
@@ -249,6 +252,11 @@ class WorkerLog:
                     return
 
     # -- inside ------------------------------------------------------------------------------------------------
+
+    def _held_line(self) -> Line | None:
+        if self._line is None or self._line.client is not self.bus.client:
+            self._line = self.bus.line()
+        return self._line
 
     def _register(self, start: Position) -> Checkpoint | Taken:
         registration = encode_registration(self.registration)
