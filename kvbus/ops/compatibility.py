@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 LMCACHE = ("0.4.3", "0.4.4")
-VLLM = ("0.18",)
+VLLM = ("0.18.0",)
 """Each stands for its patch releases, too."""
 
 

@@ -154,7 +154,7 @@ def versions(bus: Bus) -> Iterator[Finding]:
             if fits(value, tried):
                 yield Finding(Level.OK, "versions", f"{what} {value}: {_names(names)}")
             else:
-                mend = f"pip install '{what}=={tried[-1]}{'' if tried[-1].count('.') == 2 else '.*'}'"
+                mend = f"pip install '{what}=={tried[0]}'"
                 yield Finding(Level.WARN, "versions", f"{what} {value} was never tried ({_names(names)})", mend)
     own = _by_value([(worker.registration.kvbus, worker.name) for worker in list_workers(bus)])
     own.pop("", None)

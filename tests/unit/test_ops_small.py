@@ -20,7 +20,7 @@ from kvbus.protocol.commands import Evict, Lookup, Prefetch
 from kvbus.protocol.results import ChunkLists, CommandResult, Counts, Held, Status
 from kvbus.streams.log import StreamState
 from kvbus.streams.position import UNKNOWN, Position
-from tests.cli_kit import finished
+from tests.cli_kit import ROOT, finished
 
 NOW = 1_764_480_000_000
 
@@ -112,9 +112,14 @@ def test_compatibility() -> None:
     assert fits("0.4.3", LMCACHE)
     assert fits("0.4.4+cpu", LMCACHE)
     assert not fits("0.4.30", LMCACHE)
-    assert fits("0.18.1", VLLM)
-    assert not fits("0.180.0", VLLM)
+    assert fits("0.18.0", VLLM)
+    assert fits("0.18.0+cpu", VLLM)
+    assert not fits("0.18.1", VLLM)
+    assert not fits("0.18.00", ("0.18.0",))
     assert not fits("unknown", VLLM)
+    page = (ROOT / "docs" / "compatibility.md").read_text()
+    for name, tried in (("LMCache", LMCACHE), ("vLLM", VLLM)):
+        assert all(f"| {name} | {version}" in page for version in tried), "doctor and docs say the same"
 
 
 def test_profiles(tmp_path: Path) -> None:
