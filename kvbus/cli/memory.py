@@ -15,7 +15,6 @@ from kvbus.cli.common import Cli, command, ended_by_signal
 from kvbus.cli.exits import ExitCode
 from kvbus.cli.output import Column, styled
 from kvbus.memory.config import load_config
-from kvbus.memory.exporter import Exporter
 from kvbus.memory.ledger import Ledger
 from kvbus.memory.service import MemoryService
 from kvbus.ops.when import span_text
@@ -51,6 +50,9 @@ def run(
     ] = None,
 ) -> ExitCode:
     """Run the ledger: evict what no session needs, from events alone, until Ctrl-C. Start as many as you like."""
+    # not above: every command of kvbus would wait for prometheus_client to load
+    from kvbus.memory.exporter import Exporter
+
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO)
     settings = cli.settings
     chosen = load_config(config, settings=settings)
