@@ -25,14 +25,17 @@ from kvbus.protocol.commands import Tags, Target
 from kvbus.protocol.events import RequestFinished, WorkerGap, WorkerStarted
 from kvbus.protocol.hashes import ChunkHash, to_hashes
 from kvbus.protocol.limits import MAX_TEXT
+from kvbus.protocol.results import CommandResult, Status
 from kvbus.streams.connection import Argument, Bus
 from kvbus.streams.ledger_store import (
+    COMMAND_PREFIX,
     Answer,
     Form,
     Issued,
     LedgerStore,
     Packed,
     StoredSession,
+    pack,
     unpack,
 )
 from kvbus.streams.position import Position
@@ -216,6 +219,27 @@ class Ledger:
             "reissue", {"hot": self.config.hot_sessions, "evicts": int(evicts)}, position, target=target
         )
         return answer.issued
+
+    def answered(self, result: CommandResult) -> int:
+        """A worker's answer. If it could not carry out an evict of the ledger's, its chunks are looked at again.
+
+        Chunks in use, and commands that came too late: they are evicted after retry_ms unless somebody holds them by
+        then. Returns how many will be looked at. Raises BusError.
+        """
+        if result.type != "evict" or not result.command_id.startswith(COMMAND_PREFIX) or not result.status.final:
+            return 0
+        left = (*result.chunks.in_use, *result.chunks.busy)
+        all_listed = len(left) == result.counts.in_use + result.counts.busy
+        if result.status is not Status.EXPIRED and not left and all_listed:
+            return 0
+        packed = pack(left if all_listed else ())
+        values: dict[str, Argument] = {
+            "command": result.command_id,
+            "packed": packed.data,
+            "width": packed.width,
+            "retry_ms": self.config.retry_ms,
+        }
+        return self._step("again", values).number(0)
 
     def skip(self, position: Position) -> None:
         """An event that says nothing to the ledger: only the place moves. Raises BusError."""

@@ -13,8 +13,9 @@ from kvbus.memory.config import MemoryConfig
 from kvbus.memory.debug import DebugFiles
 from kvbus.memory.ledger import Ledger, TurnStatus
 from kvbus.metrics import Counters, RateLimitedLog
-from kvbus.protocol.codec import EVENT_TYPES, decode_entry
+from kvbus.protocol.codec import EVENT_TYPES, Fields, decode_entry
 from kvbus.protocol.events import RequestFinished, WorkerGap, WorkerStarted
+from kvbus.protocol.results import Results
 from kvbus.settings import default_instance
 from kvbus.streams.connection import Bus
 from kvbus.streams.dead import set_aside
@@ -27,7 +28,9 @@ from kvbus.streams.subscription import BATCH, Subscription, message_id
 _log = logging.getLogger(__name__)
 
 SWEEP_EVERY_S = 0.25
+LOOK_BACK_MS = 60_000
 _SWEEPS_AT_ONCE = 64
+_RESULT_READS = 16
 _TRIES = 3
 
 
@@ -57,6 +60,7 @@ class MemoryService:
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._subscription: Subscription | None = None
+        self._results: Subscription | None = None
         self._swept_at = self._told_at = float("-inf")
 
     # -- life --------------------------------------------------------------------------------------------------
@@ -81,8 +85,9 @@ class MemoryService:
                 self._limited.warning("bus", "the ledger cannot go on, trying again: %s", error)
                 self._stop.wait(backoff * random.uniform(0.5, 1.0))
                 backoff = min(backoff * 2, 2.0)
-        if self._subscription is not None:
-            self._subscription.disconnect()
+        for subscription in (self._subscription, self._results):
+            if subscription is not None:
+                subscription.disconnect()
 
     def close(self) -> None:
         """End `run` from any thread. Nothing has to be saved: every step was whole."""
@@ -121,6 +126,7 @@ class MemoryService:
             subscription.position = before
             subscription.disconnect()
             raise
+        self._follow_results()
         now = time.monotonic()
         if now - self._swept_at >= SWEEP_EVERY_S:
             self._swept_at = now
@@ -141,6 +147,36 @@ class MemoryService:
             assert place is not None
         self._subscription = Subscription(self.bus, key, place)
         return self._subscription
+
+    def _follow_results(self) -> None:
+        """Evicts of ours that a worker could not carry out are looked at again. Raises BusError."""
+        if self._results is None:
+            # The last moments count again: doing so twice does no harm.
+            since = max(0, self.bus.now_ms() - LOOK_BACK_MS)
+            self._results = Subscription.from_id(self.bus, self.bus.keys.results, f"{since}-0")
+        for _ in range(_RESULT_READS):
+            before = self._results.position
+            batch = self._results.read(block_ms=0)
+            try:
+                for entry_id, fields in batch.entries:
+                    self._take_results(entry_id, fields)
+            except BusError:
+                self._results.position = before
+                self._results.disconnect()
+                raise
+            if len(batch.entries) < BATCH:
+                break
+
+    def _take_results(self, entry_id: str, fields: Fields) -> None:
+        try:
+            message = decode_entry(entry_id, fields).message
+        except ProtocolError as error:
+            self._limited.warning("results", "results entry %s passed over: %s", entry_id, error)
+            return
+        for result in message.results if isinstance(message, Results) else ():
+            again = self.ledger.answered(result)
+            if again:
+                self.counters.add("evict_again_chunks", again)
 
     def sweep(self) -> None:
         """Do what is due. Raises BusError."""

@@ -27,6 +27,8 @@ from kvbus.streams.position import Position
 
 RESIDENT = 1 << 20
 """A chunk's number holds how many hold it, and this many times how many of these are taken to have it in DDR."""
+COMMAND_PREFIX = "memory-"
+"""What the ids of the ledger's own commands begin with."""
 _COMMAND_BYTES = 4_096
 _INT64_MAX = 2**63 - 1
 
@@ -153,7 +155,7 @@ class LedgerStore:
     def step(self, op: str, values: Mapping[str, Argument], forms: Mapping[str, Form]) -> Answer:
         """One step. Raises BusError; after BusUnavailable it may have been done: the same may be asked again."""
         keys = self.bus.keys
-        args: list[Argument] = ["op", op, "token", os.urandom(16).hex()]
+        args: list[Argument] = ["op", op, "token", COMMAND_PREFIX + os.urandom(16).hex()]
         args += ["maxlen", self._log.maxlen(keys.commands, _COMMAND_BYTES if forms else 0)]
         for name, form in forms.items():
             args += [name, form.body, f"{name}_pairs", form.pairs]

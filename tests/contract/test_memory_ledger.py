@@ -12,7 +12,19 @@ import pytest
 
 from kvbus.errors import ConfigError, InvalidMessage
 from kvbus.memory import Begun, Ledger, MemoryConfig, MemoryService, TurnStatus
-from kvbus.protocol import DDR, Evict, Prefetch, WorkerGap, WorkerStarted, WorkerStopped
+from kvbus.protocol import (
+    DDR,
+    ChunkLists,
+    CommandResult,
+    Counts,
+    Evict,
+    Prefetch,
+    Results,
+    Status,
+    WorkerGap,
+    WorkerStarted,
+    WorkerStopped,
+)
 from kvbus.protocol.codec import decode_entry, encode_entry
 from kvbus.streams.connection import Bus
 from kvbus.streams.ledger_audit import audit
@@ -357,6 +369,70 @@ def test_a_chunk_held_again_within_its_grace_stays(desk: MakeDesk) -> None:
     eventually(lambda: d.ledger.sweep()[0], what="the grace is over")
     assert d.commands() == [("evict", (3,))]
     assert d.ledger.totals().doomed == 0
+
+
+# -- what workers could not remove ------------------------------------------------------------------------------------
+
+
+def _answer(command_id: str, status: Status, *in_use: int, of: int = 2) -> CommandResult:
+    counts = Counts(requested=of, in_use=len(in_use), evicted=of - len(in_use))
+    return CommandResult(
+        command_id=command_id, type="evict", status=status, counts=counts, chunks=ChunkLists(in_use=in_use)
+    )
+
+
+def test_chunks_that_were_in_use_are_evicted_later_if_nobody_holds_them_by_then(desk: MakeDesk) -> None:
+    d = desk(retry_ms=50)
+    d.turn("a", 1, 2, 3)
+    (evict,) = d.ledger.close("a").commands
+    assert d.commands() == [("evict", (3, 2, 1))]
+    assert d.ledger.answered(_answer(evict.command_id, Status.DEFERRED, 1, 2)) == 0
+    assert d.ledger.answered(_answer(evict.command_id, Status.DONE)) == 0
+    assert d.ledger.answered(_answer("another", Status.PARTIAL, 1, 2)) == 0
+    assert d.ledger.answered(_answer(evict.command_id, Status.PARTIAL, 2, 1)) == 2
+    assert d.ledger.answered(_answer(evict.command_id, Status.PARTIAL, 2)) == 1  # another worker
+    d.turn("b", 1)  # the request that was using it
+    eventually(lambda: d.ledger.sweep() and not d.ledger.totals().doomed, what="they are looked at again")
+    assert d.commands() == [("evict", (2,))]
+    assert d.ledger.sweep()[0] == 0
+
+
+def test_an_evict_that_came_too_late_is_sent_again(desk: MakeDesk) -> None:
+    d = desk(retry_ms=1)
+    d.turn("a", 1, 2)
+    (evict,) = d.ledger.close("a").commands
+    assert d.ledger.answered(_answer(evict.command_id, Status.EXPIRED, of=0)) == 2
+    eventually(lambda: d.ledger.sweep() and not d.ledger.totals().doomed)
+    assert d.commands() == [("evict", (2, 1)), ("evict", (2, 1))]
+
+
+def test_more_than_a_result_can_name_means_all(desk: MakeDesk) -> None:
+    d = desk(retry_ms=1)
+    d.turn("a", 1, 2, 3)
+    (evict,) = d.ledger.close("a").commands
+    cut = CommandResult(
+        command_id=evict.command_id,
+        type="evict",
+        status=Status.PARTIAL,
+        counts=Counts(requested=3, in_use=3),
+        chunks=ChunkLists(in_use=(1,)),
+    )
+    assert d.ledger.answered(cut) == 3
+
+
+def test_the_service_reads_results_and_sends_again(server: Server, namespace: str) -> None:
+    bus = server.bus(namespace)
+    with _run(server, namespace, msgspec.structs.replace(NOW, retry_ms=10)) as service:
+        eventually(lambda: service.ledger.store.position())
+        publish(bus, finished("p", 0, (1, 2), session="a"))
+        publish(bus, finished("p", 1, (1, 3), session="a"))
+        (entry,) = eventually(lambda: list(Log(bus).scan(bus.keys.commands)))
+        told = _answer(decode_entry(*entry).id, Status.PARTIAL, 2, of=1)
+        results = Results(worker="i/0", instance="i", rank=0, epoch=1, results=(told,))
+        Log(bus).append(bus.keys.results, {b"type": b"junk"})
+        Log(bus).append(bus.keys.results, encode_entry(results, message_id="r"))
+        eventually(lambda: bus.client.xlen(bus.keys.commands) == 2, what="it is evicted again")
+        assert service.counters.get("evict_again_chunks") == 1
 
 
 # -- workers ---------------------------------------------------------------------------------------------------------

@@ -54,7 +54,7 @@ local function wire(hash)
   return '\196\32' .. hash
 end
 
--- A msgpack map, put together by hand: a 64-bit integer does not survive a Lua number.
+-- A msgpack map, put together by hand: a 64-bit integer does not survive a Lua number. Returns the last one's id.
 local function send(kind, form, tags, hashes)
   for first = 1, #hashes, PER_COMMAND do
     local last = math.min(first + PER_COMMAND - 1, #hashes)
@@ -73,6 +73,7 @@ local function send(kind, form, tags, hashes)
     end
     for _, value in ipairs({form, id, list}) do issued[#issued + 1] = value end
   end
+  return issued[#issued - 1]
 end
 
 -- Chunks --------------------------------------------------------------------------------------------------------
@@ -132,28 +133,32 @@ local function collect(groups, c)
   group.hashes[#group.hashes + 1] = c[5]
 end
 
--- Chunks that nobody holds leave every tier, and the list of what was sent lets a worker that missed it catch up.
+-- Chunks that nobody holds leave every tier. What was sent is remembered: for a worker that missed it, and for chunks
+-- that a worker could not remove.
 local function evict(groups)
   for _, group in ipairs(groups) do
-    send('evict', 'evict', group.tags, group.hashes)
-    local width, parts = 8, {}
-    for _, hash in ipairs(group.hashes) do if #hash ~= 8 then width = 33 end end
-    for i, hash in ipairs(group.hashes) do
-      parts[i] = width == 8 and hash or string.char(#hash) .. hash .. string.rep('\0', 32 - #hash)
+    for first = 1, #group.hashes, PER_COMMAND do
+      local width, slice, parts = 8, {}, {}
+      for i = first, math.min(first + PER_COMMAND - 1, #group.hashes) do slice[#slice + 1] = group.hashes[i] end
+      for _, hash in ipairs(slice) do if #hash ~= 8 then width = 33 end end
+      for i, hash in ipairs(slice) do
+        parts[i] = width == 8 and hash or string.char(#hash) .. hash .. string.rep('\0', 32 - #hash)
+      end
+      local id = send('evict', 'evict', group.tags, slice)
+      write('LPUSH', P .. 'sent', id .. ' ' .. bag(group.space, group.tags, width, table.concat(parts), 0))
     end
-    write('LPUSH', P .. 'sent', bag(group.space, group.tags, width, table.concat(parts), 0))
     write('LTRIM', P .. 'sent', 0, KEEP_SENT - 1)
   end
 end
 
--- The same after a grace period, if they are not held again by then: a request that nobody announced may be using them.
-local function doom(groups)
+-- The same after a delay, if they are not held again by then: a request that nobody announced may be using them.
+local function doom(groups, delay)
   for _, group in ipairs(groups) do
     for i, hash in ipairs(group.hashes) do
       local width = #hash == 8 and 8 or 33
       local packed = width == 8 and hash or string.char(#hash) .. hash
       -- The fraction keeps their order.
-      write('ZADD', P .. 'doomed', string.format('%.4f', now + grace + i * 0.00025),
+      write('ZADD', P .. 'doomed', string.format('%.4f', now + delay + i * 0.00025),
         bag(group.space, group.tags, width, packed, 0))
     end
   end
@@ -187,7 +192,7 @@ local function settle(demote)
       end
     end
   end
-  if grace > 0 then doom(gone) else evict(gone) end
+  if grace > 0 then doom(gone, grace) else evict(gone) end
   for _, group in ipairs(cold) do send('evict', 'demote', group.tags, group.hashes) end
   for _, node in ipairs(order) do
     local c, value = changes[node], lost[node]

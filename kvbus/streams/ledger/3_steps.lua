@@ -193,7 +193,7 @@ function steps.reissue()
   if A.evicts == '1' then
     local groups, listed = {}, {}
     for _, text in ipairs(call('LRANGE', P .. 'sent', 0, -1)) do
-      local space, tags, width, packed = unbag(text)
+      local space, tags, width, packed = unbag(string.match(text, '^%S+ (.*)$'))
       for i = 1, #packed / width do
         local hash = at(packed, width, i)
         local node = space .. hash
@@ -213,6 +213,34 @@ function steps.reissue()
   local n = prefetch(sessions, budget > 0 and budget or 65536)
   settle()
   return answer('REISSUED', n)
+end
+
+-- A worker could not carry out an evict of ours: chunks were in use, or it came too late. They are doomed once more, and
+-- the ledger decides anew when that is due. packed: which chunks, none for all of that command.
+function steps.again()
+  local listed
+  if A.packed ~= '' then
+    listed = {}
+    for i = 1, #A.packed / tonumber(A.width) do listed[at(A.packed, tonumber(A.width), i)] = true end
+  end
+  for _, text in ipairs(call('LRANGE', P .. 'sent', 0, -1)) do
+    local id, rest = string.match(text, '^(%S+) (.*)$')
+    if id == A.command then
+      local groups = {}
+      local space, tags, width, packed = unbag(rest)
+      for i = 1, #packed / width do
+        local hash = at(packed, width, i)
+        if (not listed or listed[hash]) and not call('HGET', bucket(space .. hash), space .. hash) then
+          collect(groups, {0, 0, space, tags, hash})
+        end
+      end
+      doom(groups, tonumber(A.retry_ms))
+      local n = groups[1] and #groups[1].hashes or 0
+      settle()
+      return answer('DOOMED', n)
+    end
+  end
+  return answer('UNKNOWN', 0)
 end
 
 -- Another kind of event: only the place moves.
