@@ -22,7 +22,7 @@ app = typer.Typer(help="Look at what was refused, send it again, or drop it.", n
 
 Ids = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[ID]...", help="The letter's entry id, or the id of the message that was refused."),
+    typer.Argument(metavar="ID", help="The letter's entry id, or the id of the message that was refused."),
 ]
 Code = Annotated[str | None, typer.Option("--code", metavar="CODE", help="Only those refused with this error code.")]
 By = Annotated[str | None, typer.Option("--by", metavar="WORKER", help="Only those that this worker refused.")]

@@ -115,7 +115,8 @@ def _options(params: list[Any]) -> Iterator[str]:
 def _names(param: Any) -> str:
     if param.param_type_name == "argument":
         name = param.metavar or param.name.upper()
-        return f"`{name}`" if param.required or name.startswith("[") else f"`[{name}]`"
+        more = "..." if param.nargs == -1 else ""
+        return f"`{name}{more}`" if param.required else f"`[{name}]{more}`"
     flags = [*param.opts, *param.secondary_opts]
     value = "" if param.is_flag else f" {param.metavar or param.name.upper()}"
     return ", ".join(f"`{flag}{value}`" for flag in flags)

@@ -39,7 +39,7 @@ app = typer.Typer(help="Send a command to every worker, and see what each makes 
 GOOD = (Status.DONE, Status.NOT_APPLICABLE)
 
 Hashes = Annotated[
-    list[str] | None, typer.Argument(metavar="[HASH]...", help="Chunk hashes, the most important first; - for stdin.")
+    list[str] | None, typer.Argument(metavar="HASH", help="Chunk hashes, the most important first; - for stdin.")
 ]
 File = Annotated[str | None, typer.Option("--file", metavar="FILE", help="Hashes from this file, too; - for stdin.")]
 LookupId = Annotated[

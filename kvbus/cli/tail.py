@@ -30,7 +30,7 @@ def register(app: typer.Typer) -> None:
 
 def tail_command(
     cli: Cli,
-    stream: Annotated[str, typer.Argument(metavar="[events|commands|results|dead|all]", help="Which stream.")] = "all",
+    stream: Annotated[str, typer.Argument(metavar="STREAM", help="events, commands, results, dead or all.")] = "all",
     start: Annotated[
         str | None,
         typer.Option(
