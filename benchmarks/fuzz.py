@@ -177,6 +177,7 @@ def main() -> int:
         report = _run(args.entries, args.seed, system, bus, events)
     print(json.dumps(report))
     ok = report["dead"] == report["bad"] and report["good_done"] == report["good"]
+    ok = ok and report["events_delivered"] == report["good_events"]
     return 0 if ok and not report["crashes"] and not report["stuck"] else 1
 
 
@@ -185,7 +186,7 @@ def _run(entries: int, seed: int, system: System, bus: KVBus, events: EventStrea
     keys = bus.bus.keys.streams
     bad = good = good_events = batches = pings = 0
     began = shown_at = time.monotonic()
-    written = 0
+    written = delivered = 0
     while written < entries:
         stream = fuzz.random.choices(("commands", "events", "results"), (6, 3, 1))[0]
         batch = [fuzz.entry() for _ in range(min(BATCH, entries - written))]
@@ -196,7 +197,7 @@ def _run(entries: int, seed: int, system: System, bus: KVBus, events: EventStrea
         good += verdicts.count(True) if stream == "commands" else 0
         good_events += verdicts.count(True) if stream == "events" else 0
         # Never so far ahead that the streams' caps could take away what was not read.
-        _drain(events)
+        delivered += _drain(events)
         batches += 1
         if batches % PACE == 0:
             bus.ping(ttl_ms=300_000).wait(120)
@@ -208,8 +209,10 @@ def _run(entries: int, seed: int, system: System, bus: KVBus, events: EventStrea
     stuck = RANKS - len(state.finals)
     counted = census.count(until=0, timeout_s=1)
     deadline = time.monotonic() + 60
-    while log.state(keys["dead"]).entries_added < bad and time.monotonic() < deadline:
-        _drain(events)
+    while time.monotonic() < deadline:
+        delivered += _drain(events)
+        if log.state(keys["dead"]).entries_added >= bad and delivered >= good_events:
+            break
         time.sleep(0.05)
     crashes = sum(worker.process is None or worker.process.poll() is not None for worker in system.workers)
     done = counted.carried_out_by(RANKS)
@@ -220,7 +223,7 @@ def _run(entries: int, seed: int, system: System, bus: KVBus, events: EventStrea
         "good": good,
         "good_done": done - pings - 1,
         "good_events": good_events,
-        "events_delivered": int(events.counters.get("events")),
+        "events_delivered": delivered,
         "duplicate_results": counted.duplicates,
         "crashes": crashes,
         "stuck": stuck,
@@ -228,10 +231,15 @@ def _run(entries: int, seed: int, system: System, bus: KVBus, events: EventStrea
     }
 
 
-def _drain(events: EventStream) -> None:
+def _drain(events: EventStream) -> int:
+    """Read on, not for ever; how many finished requests were delivered. The workers' own events are not counted."""
+    finished = 0
     for _ in range(4):
-        if not list(events.read(block_ms=0)):
-            return
+        found = list(events.read(block_ms=0))
+        finished += sum(isinstance(delivery.event, RequestFinished) for delivery in found)
+        if not found:
+            break
+    return finished
 
 
 if __name__ == "__main__":

@@ -86,6 +86,8 @@ class Soak:
                 return
             if time.monotonic() > deadline:
                 return  # counted as lost by the census
+            if state.settled:
+                time.sleep(0.05)  # a dead worker is not waited for; here it comes back
 
     def _prefetch(self, chunks: list[str]) -> Prefetch:
         return Prefetch(chunk_hashes=tuple(map(parse_hash, chunks)), ttl_ms=300_000)

@@ -24,7 +24,16 @@ from examples.system import System
 from kvbus.answers import Answer, CommandState
 from kvbus.client import KVBus
 from kvbus.event_stream import EventStream
-from kvbus.protocol import DDR, SSD, Evict, RequestFinished, encode_json_entry, new_message_id, parse_hash
+from kvbus.protocol import (
+    DDR,
+    SSD,
+    Evict,
+    RequestFinished,
+    encode_json_entry,
+    format_hash,
+    new_message_id,
+    parse_hash,
+)
 from publisher import FinishedRequest, Publisher
 
 RANKS = 4
@@ -89,7 +98,7 @@ class Demo:
                 event = delivery.event
                 _check(delivery.hole is None, f"a hole in the events: {delivery.hole}")
                 if isinstance(event, RequestFinished):
-                    self.chunks[event.context["intent"]] = [f"{found:x}" for found in event.chunk_hashes]  # type: ignore[str-bytes-safe]
+                    self.chunks[event.context["intent"]] = [format_hash(found) for found in event.chunk_hashes]
         _check(self.chunks == self.stored, "the events' chunk hashes are not those that the engines stored")
         return ", ".join(f"{intent!r}: {len(chunks)} chunks" for intent, chunks in self.chunks.items())
 

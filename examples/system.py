@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -25,8 +26,8 @@ from urllib.request import urlopen
 from kvbus.embedded import EmbeddedServer
 from kvbus.settings import Settings, load_settings
 
-START_S = 120.0
-"""LMCache and torch take seconds to load, more on a busy machine."""
+START_S = 300.0
+"""LMCache and torch take seconds to load, minutes on a machine that is overloaded."""
 
 
 class WorkerProcess:
@@ -69,7 +70,7 @@ class WorkerProcess:
         return self
 
     def wait_ready(self) -> dict[str, Any]:
-        """The line that tells it is ready. Raises RuntimeError with the log's last lines if it ends before."""
+        """The line that tells it is ready. Raises RuntimeError with the log's last lines if none comes."""
         return self._read()
 
     def ask(self, op: str, **request: Any) -> dict[str, Any]:
@@ -118,12 +119,17 @@ class WorkerProcess:
     def _read(self) -> dict[str, Any]:
         assert self.process is not None
         assert self.process.stdout is not None
+        # A line is asked for at a time, so none waits in the pipe's buffer, where select would not see it.
+        if not select.select([self.process.stdout], [], [], START_S)[0]:
+            raise RuntimeError(f"worker {self.name} has said nothing for {START_S:g} s:\n{self._log_tail()}")
         line = self.process.stdout.readline()
         if not line:
-            tail = self._log_path.read_text(errors="replace")[-2000:]
-            raise RuntimeError(f"worker {self.name} ended with code {self.process.wait()}:\n{tail}")
+            raise RuntimeError(f"worker {self.name} ended with code {self.process.wait()}:\n{self._log_tail()}")
         answer: dict[str, Any] = json.loads(line)
         return answer
+
+    def _log_tail(self) -> str:
+        return self._log_path.read_text(errors="replace")[-2000:]
 
 
 class System:
@@ -155,7 +161,7 @@ class System:
         self._facade_port = facade_port
         self._facade: subprocess.Popen[bytes] | None = None
         self.workers: list[WorkerProcess] = []
-        self._make_worker = lambda rank: WorkerProcess(
+        self._make_worker: Callable[[int], WorkerProcess] = lambda rank: WorkerProcess(
             url=self.server.url,
             namespace=namespace,
             instance=instance,
@@ -171,7 +177,10 @@ class System:
         self.server.start()
         if self._facade_wanted:
             self._start_facade()
-        self.workers = [self._make_worker(rank).start() for rank in range(self._ranks)]
+        for rank in range(self._ranks):  # one by one: those that were started are stopped, whatever the next does
+            worker = self._make_worker(rank)
+            self.workers.append(worker)
+            worker.start()
         for worker in self.workers:
             worker.wait_ready()
         if self._facade is not None:

@@ -14,6 +14,7 @@ import threading
 from pathlib import Path
 
 from examples.system import System
+from kvbus.protocol import parse_hash
 from kvbus.streams.keys import Keys
 from publisher import FinishedRequest, Publisher
 
@@ -45,7 +46,7 @@ def main() -> int:
                         model="kvbus-demo",
                         reason="stop",
                         chunk_hashes=None,
-                        hashes_later=lambda: [int(text, 16) for text in hashes],
+                        hashes_later=lambda: [parse_hash(text) for text in hashes],
                         chunk_size=CHUNK,
                         prompt_tokens=len(TOKENS),
                         context={"session": "s1"},

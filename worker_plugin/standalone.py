@@ -84,16 +84,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _control(engine: Any, worker: Worker, stop: threading.Event) -> None:
-    """Take the part of the serving engine, a line at a time."""
+    """Take the part of the serving engine, a line at a time. However it ends, the process ends with it."""
     part = ServingPart(engine, worker)
-    # Not sys.stdin: a thread that waits in its buffer would crash the interpreter's end.
-    with open(0, "rb", buffering=0, closefd=False) as raw:
-        for line in _lines(raw):
-            answer = _answer(part, line)
-            if answer is None:
-                break
-            _say(answer)
-    stop.set()
+    try:
+        # Not sys.stdin: a thread that waits in its buffer would crash the interpreter's end.
+        with open(0, "rb", buffering=0, closefd=False) as raw:
+            for line in _lines(raw):
+                answer = _answer(part, line)
+                if answer is None:
+                    break
+                _say(answer)
+    except BrokenPipeError:
+        pass  # nobody is left to read the answers
+    finally:
+        stop.set()
 
 
 def _answer(part: ServingPart, line: bytes) -> dict[str, Any] | None:

@@ -63,7 +63,8 @@ class Status(StrEnum):
 
 
 class Counts(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
-    """How many chunks ended how. The chunk outcomes add up to `requested` in a final result of prefetch and evict.
+    """How many chunks ended how. They add up to `requested` where a prefetch, evict or lookup was carried out to its
+    end (done, partial); in any other result those that are missing from the sum were not come to.
 
     evicted_pairs: (chunk, tier) pairs removed, as LMCache's own batched_remove counts them. bytes: KV bytes moved.
     """
