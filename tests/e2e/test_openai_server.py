@@ -16,7 +16,7 @@ from kvbus.embedded import _free_port
 from kvbus.protocol import DDR, SSD, Lookup, RequestFinished, format_hash
 from tests.e2e.bus import BusView, hashes_of
 from tests.e2e.conftest import MakeOptions
-from tests.e2e.engine import ROOT, START_S, VllmProcess
+from tests.e2e.engine import ROOT, START_S, Options, VllmProcess
 from tests.e2e.model import words
 from tests.e2e.prompts import prompt
 from tests.servers import RealServer, eventually
@@ -25,15 +25,15 @@ HTTP_S = 60
 
 
 class Server(VllmProcess):
-    """vllm serve, on a free port."""
+    """vLLM's OpenAI server, on a free port. more: options of its command line."""
 
-    def __init__(self, options: Any) -> None:
+    def __init__(self, options: Options, *more: str) -> None:
         self.port = _free_port()
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(options.model)]
         command += ["--host", "127.0.0.1", "--port", str(self.port), "--served-model-name", "tiny"]
         command += ["--dtype", "bfloat16", "--enforce-eager", "--no-enable-prefix-caching", "--max-model-len", "2048"]
         command += ["--kv-transfer-config", json.dumps(options.transfer_config())]
-        super().__init__(options, command)
+        super().__init__(options, [*command, *more])
 
     def wait_ready(self) -> None:
         def ready() -> bool:
@@ -79,6 +79,27 @@ def words_of(seed: int, length: int = 300) -> str:
     """A text of `length` words, each one token."""
     vocabulary = words()
     return " ".join(vocabulary[token] for token in prompt(seed, length))
+
+
+def test_data_parallel_ranks_are_instances_of_their_own(make_options: MakeOptions, bus_server: RealServer) -> None:
+    """Each has a scheduler, workers and a cache of its own; a dense model's ranks do not even know how many they are."""
+    bus = BusView(bus_server, f"e2e-{uuid.uuid4().hex[:12]}")
+    with Server(make_options(bus.namespace), "--data-parallel-size", "2") as server:
+        server.wait_ready()
+        bus.wait_for_workers("e2e-dp0/0", "e2e-dp1/0")
+        for seed in range(4):
+            server.chat(words_of(seed))
+        bus.wait_for(lambda: len(bus.events()) == 4, "the events")
+        assert {(event.instance, event.publisher) for event in bus.events()} == {
+            ("e2e-dp0", "e2e-dp0/scheduler"),
+            ("e2e-dp1", "e2e-dp1/scheduler"),
+        }
+        # A command reaches both; each tells of its own cache.
+        event = bus.events()[0]
+        answers = bus.run(Lookup(chunk_hashes=event.chunk_hashes), "e2e-dp0/0", "e2e-dp1/0")
+        resident = {worker.split("/")[0]: answer.counts.resident for worker, answer in answers.items()}
+        other = ({"e2e-dp0", "e2e-dp1"} - {event.instance}).pop()
+        assert resident == {event.instance: len(event.chunk_hashes), other: 0}
 
 
 @pytest.fixture(scope="module")
