@@ -82,7 +82,7 @@ def words_of(seed: int, length: int = 300) -> str:
 
 
 def test_data_parallel_ranks_are_instances_of_their_own(make_options: MakeOptions, bus_server: RealServer) -> None:
-    """Each has a scheduler, workers and a cache of its own; a dense model's ranks do not even know how many they are."""
+    """Each has a scheduler, workers and a cache of its own; ranks of a dense model are not told how many they are."""
     bus = BusView(bus_server, f"e2e-{uuid.uuid4().hex[:12]}")
     with Server(make_options(bus.namespace), "--data-parallel-size", "2") as server:
         server.wait_ready()
