@@ -152,6 +152,8 @@ class SchedulerSide:
             self._fingerprint = self.tap.fingerprint(self._chunk_size, impl.config.pre_caching_hash_algorithm)
         except Exception as error:  # noqa: BLE001 - never harm the engine that we are a guest in
             self.trouble("hash_tap", "cannot listen to LMCache's lookups: %r; hashes will be made a second time", error)
+        if not self._fingerprint:
+            self.trouble("hash_tap", "LMCache's lookup client makes no chunk hashes: events will carry none")
         self._publisher: Publisher | None = None
         if settings.publish:
             self._publisher = Publisher(
@@ -161,9 +163,7 @@ class SchedulerSide:
                 model=model,
                 hash_fingerprint=self._fingerprint,
             )
-            for name, value in self.counters.snapshot().items():
-                self._publisher.counters.set(name, value)
-            self.counters = self._publisher.counters  # they are shown with the publisher's own
+            self.counters = _joined(self.counters, self._publisher.counters)  # shown with the publisher's own
             self._publisher.start()
 
     def trouble(self, kind: str, message: str, *args: object) -> None:
@@ -306,6 +306,7 @@ class WorkerSide:
             self._worker = worker_plugin.attach(
                 engine, settings=self._settings, instance=self._instance, rank=rank, vllm_version=vllm.__version__
             )
+            self.counters = _joined(self.counters, self._worker.counters)  # shown with the worker's own
         except Exception:  # the model serves without the bus, and the issuers of commands miss this rank
             self.counters.add("connector_attach_faults")
             log.exception("this worker takes no commands from the bus")
@@ -348,6 +349,13 @@ def instance_name(settings: Settings, lmcache_config: Any, vllm_config: Any) -> 
     # vLLM 0.18, v1.engine.core: a dense model's ranks are told a size of 1, but their engine ids end in _dp<rank>.
     suffixed = re.search(r"_dp[0-9]+$", vllm_config.kv_transfer_config.engine_id or "")
     return f"{name}-dp{index}" if parallel.data_parallel_size > 1 or index or suffixed else name
+
+
+def _joined(own: Counters, shown: Counters) -> Counters:
+    """`shown`, with what was counted before there was such a place."""
+    for name, value in own.snapshot().items():
+        shown.set(name, value)
+    return shown
 
 
 def _parse_all(texts: Any) -> tuple[Any, ...]:
