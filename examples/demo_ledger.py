@@ -37,6 +37,7 @@ ROOM = 2
 """Chunks of DDR that the ledger leaves to the requests themselves."""
 SHARED, OWN = 6, 8
 OUT = Path("out/demo_ledger.json")
+LABELS = {"own difference": "own difference (AgentOS today)", "ledger": "with the ledger"}
 ALICE, BOB = "alice", "bob"
 TURNS = (ALICE, BOB, ALICE, BOB, "rewrite alice", BOB, ALICE, BOB)
 
@@ -227,7 +228,7 @@ def _timed(name: str, work: Callable[[], Any]) -> None:
 def _table(rows: list[Row]) -> str:
     lines = [f"{'known chunks at the next turn':<30} {'asked':>6} {'in DDR':>7} {'on SSD':>7} {'lost':>5}   from DDR"]
     lines += [
-        f"{row.name:<30} {row.asked:>6} {row.ddr:>7} {row.ssd:>7} {row.lost:>5}   {row.ddr / max(1, row.asked):.0%}"
+        f"{LABELS.get(row.name, row.name):<30} {row.asked:>6} {row.ddr:>7} {row.ssd:>7} {row.lost:>5}   {row.ddr / max(1, row.asked):.0%}"
         for row in rows
     ]
     return "\n".join(lines)

@@ -178,7 +178,7 @@ class Ledger:
         """A request has finished. position: the event's place in the stream, taken by the same step. Raises BusError.
 
         Who it was comes from the announced request or else from the event's context: `session`, `intent` and
-        `tenant`, texts. An event without hashes changes no chunks.
+        `tenant`, texts or integers. An event without hashes changes no chunks.
         """
         if not self.config.kvcache_enabled:
             return Turn(TurnStatus.OFF)
@@ -348,4 +348,6 @@ def _who(session: str, intent: str, tenant: str, *, strict: bool = True) -> dict
 
 def _context(event: RequestFinished, name: str) -> str:
     value = event.context.get(name)
+    if isinstance(value, int) and not isinstance(value, bool):
+        return str(value)
     return value if isinstance(value, str) else ""

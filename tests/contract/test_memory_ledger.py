@@ -195,6 +195,24 @@ def test_who_it_was_comes_from_the_announced_request_or_the_context(desk: MakeDe
     assert d.commands() == []
 
 
+@pytest.mark.parametrize("name", ["a b", "zeile\nzwei", "\0", "{x}", "größe", "*", "x" * 1024, ":", "/"])
+def test_names_may_be_anything(desk: MakeDesk, name: str) -> None:
+    d = desk()
+    d.turn(name, 1, 2, intent=name, tenant=name)
+    assert d.ledger.chunks(name) == (1, 2)
+    assert d.ledger.switch(intent=name, tenant=name).found == 1
+    assert [item.session for item in d.ledger.sessions(tenant=name)] == [name]
+    assert d.ledger.close(name).known
+    d.sound()
+
+
+def test_a_session_may_be_a_number_and_too_long_a_name_is_cut(desk: MakeDesk) -> None:
+    d = desk()
+    for seq, (session, stored) in enumerate(((42, "42"), (True, ""), ("y" * 2_000, "y" * 1_024), ({"a": 1}, ""))):
+        event = finished("q", seq, (seq,), session=session)
+        assert d.ledger.turn(event, Position(f"{seq + 1}-0")).session == stored
+
+
 def test_a_session_belongs_to_its_tenant(desk: MakeDesk) -> None:
     d = desk()
     d.turn("a", 1, 2, tenant="one")
