@@ -151,6 +151,9 @@ def _sentinel(url: str, options: dict[str, Any]) -> Client:
     return sentinel.master_for(path[0], db=int(path[1]) if len(path) > 1 else 0)  # type: ignore[no-untyped-call]
 
 
+_FLAGS_UNKNOWN = "unexpected symbol near '#'"
+
+
 class Script:
     """A Lua script, run by its digest.
 
@@ -178,7 +181,7 @@ class Script:
                 return client.eval(self._sources[form], len(keys), *keys, *args)
         except redis.ResponseError as error:
             # fakeredis' Lua does not know the first line with the flags, and keeps such a script all the same.
-            if form + 1 < len(self._sources) and "unexpected symbol near '#'" in str(error):
+            if form + 1 < len(self._sources) and _FLAGS_UNKNOWN in str(error):
                 self._without_flags.add(client.connection_pool)
                 return self.run(client, keys, args)
             raise
@@ -187,8 +190,10 @@ class Script:
         """The same over a connection that is held. Raises what redis-py raises."""
         try:
             return line.call(("EVALSHA", self._digests[self._form(line.client)], len(keys), *keys, *args))
-        except redis.exceptions.NoScriptError:
-            return self.run(line.client, keys, args)
+        except redis.ResponseError as error:
+            if isinstance(error, redis.exceptions.NoScriptError) or _FLAGS_UNKNOWN in str(error):
+                return self.run(line.client, keys, args)  # nothing of it has been run
+            raise
 
     def _form(self, client: Client) -> int:
         return int(getattr(client, "connection_pool", None) in self._without_flags) if self._without_flags else 0
