@@ -227,10 +227,9 @@ def _timed(name: str, work: Callable[[], Any]) -> None:
 
 def _table(rows: list[Row]) -> str:
     lines = [f"{'known chunks at the next turn':<30} {'asked':>6} {'in DDR':>7} {'on SSD':>7} {'lost':>5}   from DDR"]
-    lines += [
-        f"{LABELS.get(row.name, row.name):<30} {row.asked:>6} {row.ddr:>7} {row.ssd:>7} {row.lost:>5}   {row.ddr / max(1, row.asked):.0%}"
-        for row in rows
-    ]
+    for row in rows:
+        counts = f"{row.asked:>6} {row.ddr:>7} {row.ssd:>7} {row.lost:>5}   {row.ddr / max(1, row.asked):.0%}"
+        lines.append(f"{LABELS.get(row.name, row.name):<30} {counts}")
     return "\n".join(lines)
 
 
