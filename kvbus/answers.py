@@ -265,7 +265,7 @@ class Answers:
         while not self._stop.is_set():
             try:
                 block = int(LIVENESS_EVERY_S * 1000) if self._watched else self.bus.settings.block_ms
-                batch = subscription.read(block_ms=min(block, self.bus.settings.block_ms), count=256)
+                batch = subscription.read(block_ms=min(block, self.bus.settings.block_ms))
                 if batch.gap is not None:
                     self.counters.add("results_gaps")
                     self._limited.warning("gap", "results: %s (%s missed)", batch.gap.reason, batch.gap.missed)
