@@ -88,8 +88,11 @@ class Evictor:
         tiers, keys = self._tiers, self._keys
         if tiers.refusal:
             return [ChunkOutcome(chunk, Outcome.UNSUPPORTED, detail=tiers.refusal) for chunk in chunks]
-        named = zip(chunks, keys.of(chunks), strict=True)
-        work = [_Chunk(keys.ident(chunk), keys.parts(key)) for chunk, key in named]
+        found = keys.of(chunks)
+        others = [name for name in tiers.others if self._locations is not None and name in self._locations]
+        if not others and self._nowhere(found):
+            return [ChunkOutcome(chunk, Outcome.MISSING) for chunk in chunks]
+        work = [_Chunk(keys.ident(chunk), keys.parts(key)) for chunk, key in zip(chunks, found, strict=True)]
         for end in range(len(work), 0, -GROUP):
             group = work[max(0, end - GROUP) : end][::-1]
             if tiers.cpu is not None and self._wants(DISK_TIER):
@@ -98,10 +101,33 @@ class Evictor:
                 self._from_disk(tiers.disk, group)
             if tiers.cpu is not None and self._wants(CPU_TIER):
                 self._from_cpu(tiers.cpu, group)
-        if self._locations is not None and (others := [name for name in tiers.others if name in self._locations]):
+        if others:
             for item in work:
                 item.keep(Outcome.UNSUPPORTED, f"kvbus does not remove from {', '.join(others)}")
         return [item.outcome(chunk) for item, chunk in zip(work, chunks, strict=True)]
+
+    def _nowhere(self, keys: Sequence[Key]) -> bool:
+        """Whether none of the chunks is in a tier, on its way into one, or being read by a prefetch.
+
+        An agent's memory evicts all that it has seen; most of it has left by itself long before.
+        """
+        cpu, disk = self._tiers.cpu, self._tiers.disk
+        if self._engine.use_layerwise:
+            return False
+        with self._ledger.guard:
+            if any(self._ledger.counts):
+                return False
+            try:
+                if disk is not None:
+                    with self._locks.hold(DISK_TIER, disk.disk_lock):
+                        if disk.disk_worker.put_tasks or any(map(disk.dict.__contains__, keys)):
+                            return False
+                if cpu is not None:
+                    with self._locks.hold(CPU_TIER, cpu.cpu_lock):
+                        return not any(map(cpu.hot_cache.__contains__, keys))
+                return True
+            except TierStuck:
+                return False  # chunk by chunk, then, with all that there is to tell
 
     def _wants(self, tier: str) -> bool:
         return self._locations is None or tier in self._locations
@@ -110,6 +136,11 @@ class Evictor:
         """Without the lock: it only spares a chunk its SSD copy; its DDR copy is looked at again under the lock."""
         index = cpu.hot_cache
         for item in group:
+            if len(item.parts) == 1:
+                found = index.get(item.parts[0])
+                if found is not None and found.meta.pin_count > 0:
+                    item.keep(Outcome.IN_USE, f"pinned in {CPU_TIER}")
+                continue
             if any(memory.meta.pin_count > 0 for part in item.parts if (memory := index.get(part)) is not None):
                 item.keep(Outcome.IN_USE, f"pinned in {CPU_TIER}")
 
@@ -171,7 +202,9 @@ class Evictor:
                     if bypassed:
                         item.keep(Outcome.UNSUPPORTED, f"{DISK_TIER} is bypassed: its health check failed")
                         continue
-                    item.details += filter(None, (remove_from_disk(disk, part, entry) for part, entry in found))
+                    for part, entry in found:
+                        if detail := remove_from_disk(disk, part, entry):
+                            item.details.append(detail)
                     item.tiers += 1
 
     def _drop_stale_pins(self, disk: DiskBackend, pinned: Sequence[_Chunk]) -> bool:

@@ -171,7 +171,8 @@ def remove_from_disk(disk: DiskBackend, part: Key, entry: DiskEntry) -> str:
     except OSError as error:
         detail = f"its file stays: {error}"
     # LocalDiskBackend.remove lowers `usage` only; without this the tier would count itself full of nothing.
-    disk.current_cache_size = max(0.0, disk.current_cache_size - entry.size)
+    left = disk.current_cache_size - entry.size
+    disk.current_cache_size = left if left > 0 else 0.0
     forget(disk.cache_policy, part)
     return detail
 
