@@ -14,7 +14,7 @@ import msgspec
 from kvbus.errors import BusError, InvalidMessage, ProtocolError, Stopped
 from kvbus.metrics import Counters, RateLimitedLog
 from kvbus.protocol.codec import Fields, decode_entry
-from kvbus.protocol.results import CommandResult, Results
+from kvbus.protocol.results import ChunkLists, CommandResult, Results
 from kvbus.streams.connection import Bus
 from kvbus.streams.dead import set_aside
 from kvbus.streams.issue import Issuer
@@ -387,8 +387,10 @@ class Answers:
             self._weight -= self._records.pop(oldest).weight
 
 
+_NOTHING_LISTED = ChunkLists()
+
+
 def _weight(result: CommandResult) -> int:
     """What an answer costs to keep: the hashes that it names, and an eighth of a lookup's bytes."""
-    lists = result.chunks
-    named = sum(len(getattr(lists, name)) for name in lists.__struct_fields__)
+    named = sum(map(len, msgspec.structs.astuple(result.chunks))) if result.chunks != _NOTHING_LISTED else 0
     return 1 + named + (len(result.held.masks) // 8 if result.held is not None else 0)

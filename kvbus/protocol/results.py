@@ -96,8 +96,7 @@ class ChunkLists(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     failed: ChunkHashes = ()
 
     def __post_init__(self) -> None:
-        for name in self.__struct_fields__:
-            given = getattr(self, name)
+        for name, given in zip(self.__struct_fields__, msgspec.structs.astuple(self), strict=True):
             if given:
                 msgspec.structs.force_setattr(self, name, to_hashes(given, field=name))
 

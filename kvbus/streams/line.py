@@ -72,11 +72,8 @@ class Line:
 
 def pack(words: Sequence[Word]) -> bytes:
     """A command in the server's protocol."""
-    parts: list[bytes] = [b"*%d\r\n" % len(words)]
-    for word in words:
-        raw = word if isinstance(word, bytes) else str(word).encode()
-        parts.append(b"$%d\r\n%b\r\n" % (len(raw), raw))
-    return b"".join(parts)
+    raw = [word if type(word) is bytes else str(word).encode() for word in words]
+    return b"*%d\r\n" % len(raw) + b"".join([b"$%d\r\n%b\r\n" % (len(word), word) for word in raw])
 
 
 def entries_of(reply: Any) -> list[tuple[bytes, list[tuple[bytes, dict[bytes, bytes]]]]]:
