@@ -46,7 +46,7 @@ class MemoryConfig(msgspec.Struct, frozen=True, kw_only=True):
     """How long a chunk that nobody holds is kept: a request that nobody announced may be using it."""
     prefetch_ttl_ms: Ttl = 30_000
     evict_ttl_ms: Ttl = 15_000
-    """Short on purpose: a chunk that is in use for longer is looked at anew, for it may be held again by then."""
+    """Short: a chunk that is in use for longer is looked at anew, for somebody may hold it by then."""
     retry_ms: Positive = 1_000
     """How long after a worker could not remove a chunk it is looked at again."""
     request_ms: Positive = 600_000

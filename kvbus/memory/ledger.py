@@ -309,6 +309,7 @@ class Ledger:
         given: dict[str, Argument] = {
             "budget": config.ddr_budget_chunks,
             "grace_ms": config.grace_ms,
+            "evict_ttl_ms": config.evict_ttl_ms,
             "request_ms": config.request_ms,
             "ttl_ms": config.session_ms,
             "closed_ms": config.closed_ms,

@@ -410,9 +410,25 @@ def test_chunks_that_were_in_use_are_evicted_later_if_nobody_holds_them_by_then(
     assert d.ledger.answered(_answer(evict.command_id, Status.PARTIAL, 2, 1)) == 2
     assert d.ledger.answered(_answer(evict.command_id, Status.PARTIAL, 2)) == 1  # another worker
     d.turn("b", 1)  # the request that was using it
+    assert d.commands() == [("prefetch", (1,))]  # takes back an evict that still waits in a worker
     eventually(lambda: d.ledger.sweep() and not d.ledger.totals().doomed, what="they are looked at again")
     assert d.commands() == [("evict", (2,))]
     assert d.ledger.sweep()[0] == 0
+
+
+def test_an_evict_is_taken_back_only_while_it_may_wait(desk: MakeDesk) -> None:
+    d = desk(evict_ttl_ms=30)
+    d.turn("a", 1, 2)
+    d.ledger.close("a")
+    d.commands()
+    eventually(lambda: _nothing_waits(d), what="the evict's time is over")
+    d.turn("b", 1, 2)
+    assert d.commands() == []
+
+
+def _nothing_waits(d: Desk) -> bool:
+    newest = d.bus.client.zrange(d.bus.keys.memory("evicted"), -1, -1, withscores=True)
+    return not newest or d.bus.server_time_ms() > newest[0][1] + 30
 
 
 def test_an_evict_that_came_too_late_is_sent_again(desk: MakeDesk) -> None:
@@ -462,7 +478,7 @@ def test_a_worker_that_missed_commands_is_told_again_what_matters(desk: MakeDesk
     d.turn("a", 1, 2, 3)
     d.turn("a", 1, 7)
     d.turn("b", 3)  # evicted before, held again
-    assert d.commands() == [("evict", (3, 2))]
+    assert d.commands() == [("evict", (3, 2)), ("prefetch", (3,))]
     gap = WorkerGap(worker="i/1", instance="i", rank=1, epoch=1, reason="trimmed")
     d.ledger.worker_event(gap, Position("90-0", "", 9))
     d.ledger.worker_event(gap, Position("90-0", "", 9))

@@ -83,6 +83,29 @@ def test_pinned_chunks_go_when_they_are_free_unless_they_are_held_again(
         eventually(lambda: service.ledger.totals().doomed == 0)
 
 
+def test_a_waiting_evict_is_taken_back_when_the_chunk_is_held_again(system: System, bus: Bus, tmp_path: Path) -> None:
+    tokens = list(range(60_000, 60_000 + 64 * 4))
+    with MemoryService(bus, MemoryConfig(grace_ms=0, evict_ttl_ms=60_000)) as service, KVBus(bus=bus) as client:
+        client.answers.start()
+        dora, emil = Talk(system, bus, service, "dora"), Talk(system, bus, service, "emil")
+        hashes = dora.turn(60_000, 4)
+        system.ask_all("pin", tokens=tokens, id="r2")  # emil's request, which nobody announced
+        (evict,) = service.ledger.close("dora").commands
+        eventually(lambda: _answers(client, evict.command_id) == 2, what="both ranks defer it")
+        emil.turn(60_000, 2)
+        # behind the prefetch that keeps emil's half
+        client.ping().results(30)
+        system.ask_all("unpin", id="r2")
+        eventually(lambda: not tiers(client, hashes[2:]), what="dora's half is evicted")
+        held = [answer.result.held for answer in client.lookup(hashes[:2]).results(30).values()]
+        assert all(item is not None and item.tiers_of(0) and item.tiers_of(1) for item in held)
+
+
+def _answers(client: KVBus, command_id: str) -> int:
+    state = client.answers.state(command_id)
+    return len(state.answers) if state is not None else 0
+
+
 def test_a_frozen_worker_is_told_again(system: System, bus: Bus, service: MemoryService) -> None:
     with KVBus(bus=bus) as client:
         talk = Talk(system, bus, service, "carol")

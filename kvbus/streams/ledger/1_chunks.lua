@@ -11,6 +11,7 @@
 -- recent, tenant:<t>, intent:<t>:<i>, resident   sorted sets of sessions by last use
 -- running, closed   sorted sets: request -> deadline, session -> when it was closed
 -- doomed            sorted set: chunks that nobody holds -> when they are evicted, unless they are held again
+-- evicted           sorted set: chunks whose evict may still wait in a worker -> when it was sent
 -- totals, tenants, seen, sent   counters; chunks a tenant; next seq a publisher; the newest evicts
 local call = redis.call
 local A = {}
@@ -145,6 +146,7 @@ local function evict(groups)
         parts[i] = width == 8 and hash or string.char(#hash) .. hash .. string.rep('\0', 32 - #hash)
       end
       local id = send('evict', 'evict', group.tags, slice)
+      for _, hash in ipairs(slice) do write('ZADD', P .. 'evicted', now, group.space .. hash) end
       write('LPUSH', P .. 'sent', id .. ' ' .. bag(group.space, group.tags, width, table.concat(parts), 0))
     end
     write('LTRIM', P .. 'sent', 0, KEEP_SENT - 1)
@@ -162,6 +164,22 @@ local function doom(groups, delay)
         bag(group.space, group.tags, width, packed, 0))
     end
   end
+end
+
+-- An evict waits in a worker while a request has its chunk pinned. If that request's event then names the chunk, a
+-- prefetch takes the waiting evict back: for each chunk the later command counts.
+local function take_back()
+  if call('ZCARD', P .. 'evicted') == 0 then return end
+  call('ZREMRANGEBYSCORE', P .. 'evicted', '-inf', integer(now - A.evict_ttl_ms))
+  local groups = {}
+  for _, node in ipairs(order) do
+    local c = changes[node]
+    if c[1] > 0 and call('ZSCORE', P .. 'evicted', node) then
+      collect(groups, c)
+      write('ZREM', P .. 'evicted', node)
+    end
+  end
+  for _, group in ipairs(groups) do send('prefetch', 'prefetch', group.tags, group.hashes) end
 end
 
 -- Ends a step: first the commands that follow from the changes, then the changes, then what else was queued.
@@ -192,6 +210,7 @@ local function settle(demote)
       end
     end
   end
+  take_back()
   if grace > 0 then doom(gone, grace) else evict(gone) end
   for _, group in ipairs(cold) do send('evict', 'demote', group.tags, group.hashes) end
   for _, node in ipairs(order) do
