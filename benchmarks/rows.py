@@ -87,7 +87,7 @@ def compared(
     return Row(measure, n, mine, theirs, unit, ratio, goal.text, goal.met(ratio), spread, note)
 
 
-def limited(measure: str, n: int, values: Sequence[float], unit: str, most: float | None, note: str = "") -> Row:
+def limited(measure: str, n: int, values: Sequence[float], unit: str, most: float | None = None, note: str = "") -> Row:
     """A row without a peer: the median has to be at most `most`."""
     value = statistics.median(values)
     target = "" if most is None else f"at most {most:g} {unit}"
