@@ -54,7 +54,7 @@ class Running:
         self._rest = {1: b"", 2: b""}
         self._pipes = {1: process.stdout, 2: process.stderr}
 
-    def line(self, *, err: bool = False, within_s: float = 30.0) -> str:
+    def line(self, *, err: bool = False, within_s: float = 60.0) -> str:
         """The next line of stdout, or of stderr."""
         place = 2 if err else 1
         pipe = self._pipes[place]
@@ -78,7 +78,7 @@ class Running:
         self.process.send_signal(number)
         return self.end()
 
-    def end(self, within_s: float = 30.0) -> Done:
+    def end(self, within_s: float = 60.0) -> Done:
         out, err = self.process.communicate(timeout=within_s)
         return Done(self.process.returncode, (self._rest[1] + out).decode(), (self._rest[2] + err).decode())
 
@@ -101,7 +101,7 @@ class Kvbus:
         }
 
     def __call__(
-        self, *arguments: object, text: str | None = None, env: Mapping[str, str] | None = None, timeout: float = 60
+        self, *arguments: object, text: str | None = None, env: Mapping[str, str] | None = None, timeout: float = 120
     ) -> Done:
         """Run to the end. text: on stdin, nothing otherwise."""
         done = subprocess.run(
@@ -136,7 +136,7 @@ class Kvbus:
                 process.kill()
             process.communicate()
 
-    def shell(self, line: str, timeout: float = 60) -> Done:
+    def shell(self, line: str, timeout: float = 120) -> Done:
         """A line as a person types it, pipes and all."""
         program = self.directory / "bin"
         program.mkdir(exist_ok=True)

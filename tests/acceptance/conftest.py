@@ -20,6 +20,13 @@ StartWorker = Callable[..., Worker]
 LIVE = {"heartbeat_ms": 200, "live_ms": 2_000, "stats_ms": 200, "block_ms": 200}
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Each command is a process that has to start: on a busy machine a test of ten takes its time."""
+    for item in items:
+        if item.path.name.startswith("test_cli") and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(400))
+
+
 @pytest.fixture
 def kvbus(valkey: RealServer, namespace: str, tmp_path: Path) -> Kvbus:
     """The command line against a real Valkey, in a namespace of its own."""

@@ -24,6 +24,7 @@ from kvbus.streams.registry import save_reader
 from kvbus.streams.subscription import end_position
 from tests.acceptance.conftest import StartWorker
 from tests.cli_kit import ROOT, Done, Kvbus, finished
+from tests.servers import eventually
 from tests.unit.scripted_engine import ScriptedEngine
 
 CHUNKS = (0x3F5C45ECBAB5E9FD, -0x6ED9A448787A198F)
@@ -86,6 +87,8 @@ def test_example_runs(prepared: Kvbus, name: str, line: str, namespace: str) -> 
             if "is taken by another process" in first or "[config]" in first:
                 assert port_is_taken(line), first
                 return
+            if line.startswith("kvbus serve"):
+                eventually(lambda: port_is_taken(line), within_s=60, what="the facade to listen")
             done = running.interrupt()
         assert done.code in (0, 130), done
         assert "Traceback" not in done.err

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import select
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -12,7 +14,7 @@ from kvbus.protocol.codec import encode_entry
 from kvbus.protocol.commands import Evict
 from kvbus.protocol.results import CommandResult, Results, Status
 from kvbus.streams.connection import Bus
-from tests.cli_kit import Kvbus, finished
+from tests.cli_kit import Kvbus, Running, finished
 from tests.proxy import Proxy
 from tests.servers import RealServer
 
@@ -113,14 +115,11 @@ def test_follow_from_the_end_shows_only_what_is_new(kvbus: Kvbus, client: KVBus,
         assert answers["type"] == "ping"
 
 
-def until_seen(client: KVBus, tail: object) -> dict[str, object]:
-    import select
-
-    process = tail.process  # type: ignore[attr-defined]
-    for _ in range(200):  # nobody can see from outside when it has begun to follow
+def until_seen(client: KVBus, tail: Running) -> dict[str, Any]:
+    for _ in range(600):  # nobody can see from outside when it has begun to follow
         client.ping()
-        if select.select([process.stdout], [], [], 0.1)[0]:
-            return tail.row()  # type: ignore[attr-defined,no-any-return]
+        if select.select([tail.process.stdout], [], [], 0.1)[0]:
+            return tail.row()
     raise AssertionError("nothing was seen")
 
 
