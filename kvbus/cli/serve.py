@@ -7,6 +7,7 @@ import threading
 from pathlib import Path
 from typing import Annotated
 
+import msgspec
 import typer
 from rich.text import Text
 
@@ -73,8 +74,6 @@ def serve(
     ] = None,
 ) -> ExitCode:
     """Serve the REST facade (POST /memory/prefetch, /memory/evict, ...) until Ctrl-C."""
-    import msgspec
-
     given = {"rest_host": host, "rest_port": port}
     changed = {name: value for name, value in given.items() if value is not None}
     settings = msgspec.structs.replace(cli.settings, **changed) if changed else cli.settings
@@ -86,7 +85,6 @@ def serve(
         raise MissingExtra(
             f"the REST facade needs the package {error.name}", hint="Install it: pip install 'kvbus[rest]'"
         ) from None
-    cli.out.note(f"REST facade on http://{settings.rest_host}:{settings.rest_port}; Ctrl-C stops it.")
     try:
         run(settings)
     except KeyboardInterrupt:

@@ -66,15 +66,13 @@ def run(settings: Settings | None = None) -> None:
     """Serve until SIGINT or SIGTERM, with JSON log lines on stderr. Raises ConfigError when it cannot listen."""
     chosen = settings or load_settings()
     app = create_app(chosen)
-    listening = listen(chosen)
-    host, port = listening.getsockname()[:2]
-    shown = f"[{host}]" if ":" in host else host
-    print(
-        f"kvbus facade on http://{shown}:{port}{chosen.rest_root_path} (docs under /docs)", file=sys.stderr, flush=True
-    )
-    # A second line for every counter, of no use in the text format.
-    disable_created_metrics()  # type: ignore[no-untyped-call]
-    with json_logs():
+    with listen(chosen) as listening, json_logs():
+        host, port = listening.getsockname()[:2]
+        shown = f"[{host}]" if ":" in host else host
+        told = f"kvbus facade on http://{shown}:{port}{chosen.rest_root_path} (docs under /docs)"
+        print(told, file=sys.stderr, flush=True)
+        # A second line for every counter, of no use in the text format.
+        disable_created_metrics()  # type: ignore[no-untyped-call]
         make_server(app, chosen).run(sockets=[listening])
 
 
