@@ -50,12 +50,13 @@ ALL: dict[str, Group] = {
         ("latency", "rate"),
     ),
     "publisher": Group(
-        "Publisher",
+        "Inside vLLM, and the publisher",
         "`publish()`: what one finished request costs the scheduler's thread, beside vLLM's own ZmqEventPublisher, "
         "in vLLM's environment. To the server: events a second from a full buffer, encoding included, beside "
-        "redis-py's pipelined XADD of the same bytes, encoded beforehand.",
+        "redis-py's pipelined XADD of the same bytes, encoded beforehand. "
+        "vLLM's output: a tiny model on the CPU, one rank, every command an evict of 100 chunks that are nowhere.",
         other_environment.rows,
-        ("publish", "drain"),
+        ("publish", "drain", "tokens"),
     ),
     "tiers": Group(
         "One engine's verbs",

@@ -12,7 +12,7 @@ import msgspec
 
 from benchmarks import publisher
 from benchmarks.load import Load
-from benchmarks.rows import Row, Skipped, at_most, compared
+from benchmarks.rows import Row, Skipped, at_least, at_most, compared
 
 PYTHON = Path(os.environ.get("KVBUS_E2E_PYTHON", ".venv-e2e/bin/python"))
 
@@ -23,7 +23,25 @@ def rows(load: Load, only: Callable[[str], bool]) -> list[Row | Skipped]:
         found += [msgspec.convert(row, Row, from_attributes=True) for row in publisher.rows("drain", load.rounds)]
     if only("publish"):
         found += _publish(load)
+    if only("tokens"):
+        found.append(_tokens(load))
     return found
+
+
+def _tokens(load: Load) -> Row | Skipped:
+    measure = "vLLM's output with 500 commands a second, beside none"
+    if not PYTHON.exists():
+        return Skipped(measure, "vLLM is not installed here: make e2e-setup")
+    command = [str(PYTHON), "-m", "benchmarks.tokens", "--out", str(load.directory)]
+    done = subprocess.run(
+        [*command, "--rounds", "2" if load.quick else "6"], stdout=subprocess.DEVNULL, timeout=400, check=False
+    )
+    if done.returncode:
+        return Skipped(measure, f"benchmarks.tokens ended with {done.returncode}")
+    rates = json.loads((load.directory / "tokens.json").read_text())
+    note = "the sender and the server run on the same cores"
+    goal = at_least(0.98, "at most 2 % lower")
+    return compared(measure, 1, rates["commands"], rates["none"], "tokens/s", goal, note)
 
 
 def _publish(load: Load) -> list[Row | Skipped]:
