@@ -82,7 +82,8 @@ took {report.elapsed_s:.0f} s{"; it was a quick one, with less of everything" if
 {reached} of {len(judged)} targets were reached; those that were not stand at the end, with what holds them back.
 
 On a machine with other work to do the processes wait for a core more than they work, kvbus's, its server's and the
-peer's alike: there look at the ratios, and at the processor times, which waiting does not change."""
+peer's alike: there look at the ratios, at p10, which is what the least disturbed calls took, and at the processor
+times, which waiting does not change."""
 
 
 def _table(rows: list[GroupedRow]) -> str:

@@ -46,7 +46,7 @@ def rows(load: Load, only: Callable[[str], bool]) -> list[Row]:
             caller.close()
     found: list[Row] = []
     if ours:
-        for share, name, goal in ((0.5, "p50", times_lower(3)), (0.99, "p99", None)):
+        for share, name, goal in ((0.1, "p10", None), (0.5, "p50", times_lower(3)), (0.99, "p99", None)):
             mine, theirs = ([percentile(turn, share) for turn in side] for side in (ours, peer))
             found.append(compared(f"POST /memory/evict, one client, {name}", WORKERS, mine, theirs, "ms", goal))
     if our_rates:

@@ -114,7 +114,7 @@ def _absent(bench: Bench, load: Load) -> list[Row]:
         our_rates.append(bus_rate(bench.bus, chunks, RANKS, load.seconds))
         peer_rates.append(rate(bench.port, body, clients=CLIENTS, seconds=load.seconds))
     found = []
-    for share, name in ((0.5, "p50"), (0.99, "p99")):
+    for share, name in ((0.1, "p10"), (0.5, "p50"), (0.99, "p99")):
         mine, theirs = ([percentile(turn, share) for turn in side] for side in (ours, peer))
         found.append(compared(f"with engine, absent: evict answered by all, {name}", RANKS, mine, theirs, "ms"))
     found.append(
