@@ -168,6 +168,8 @@ def measure(bus: Bus, arguments: argparse.Namespace) -> dict[str, Any]:
         for session in longer:
             load.turn(session)
         turns.append(row(load, longer, "added", 4))
+    slowest = max((entry["duration"] for entry in bus.client.slowlog_get(128)), default=0)
+    report["slowest_step_ms"] = round(slowest / 1000, 1)
     report["switch"] = timed(bus, lambda: switch(load), 50)
     return report
 
@@ -191,7 +193,7 @@ def main() -> None:
         options = {"appendonly": "no", "save": ""}
         server = EmbeddedServer(Path(directory), port=0, binary=arguments.redis, options=options)
         server.start()
-        bus = Bus(Settings(redis_url=server.url, namespace="bench"))
+        bus = Bus(Settings(redis_url=server.url, namespace="bench", reply_timeout_ms=60_000))
         try:
             report = measure(bus, arguments)
         finally:
