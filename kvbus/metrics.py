@@ -19,6 +19,12 @@ class Counters:
         with self._lock:
             self._values[name] = self._values.get(name, 0) + amount
 
+    def add_all(self, amounts: Mapping[str, int]) -> None:
+        """Several at once, in one step."""
+        with self._lock:
+            for name, amount in amounts.items():
+                self._values[name] = self._values.get(name, 0) + amount
+
     def set(self, name: str, value: int | float) -> None:
         with self._lock:
             self._values[name] = value

@@ -11,11 +11,13 @@ import time
 from collections.abc import Callable
 from functools import partial
 
+import msgspec
+
 from kvbus.errors import KVBusError, Overloaded
 from kvbus.metrics import Counters
 from kvbus.protocol.commands import DDR, Command, Evict, Lookup, Ping, Prefetch
 from kvbus.protocol.hashes import ChunkHash
-from kvbus.protocol.results import CommandResult, Held, Outcome, Status
+from kvbus.protocol.results import CommandResult, Counts, Held, Outcome, Status
 from kvbus.streams.worker_log import Task, WorkerLog
 from worker_plugin.engine_types import ChunkOutcome, Engine
 from worker_plugin.prefetches import Prefetches, PrefetchJob
@@ -27,6 +29,7 @@ SLICE = 256
 """Chunks an engine call: between two calls a stop is noticed."""
 MAX_QUEUED_HASHES = 1_000_000
 """Chunks of waiting prefetches altogether; a hash costs some 100 bytes while it waits."""
+_COUNTERS = tuple("kv_bytes" if name == "bytes" else f"chunks_{name}" for name in Counts.__struct_fields__)
 
 
 class _Timed:
@@ -296,10 +299,6 @@ class Executor:
         self._finish(task, result)
 
     def _finish(self, task: Task, result: CommandResult) -> None:
-        self._counters.add(f"results_{result.status}")
-        counts = result.counts
-        for name in counts.__struct_fields__:
-            value = getattr(counts, name)
-            if value:
-                self._counters.add(f"{'kv' if name == 'bytes' else 'chunks'}_{name}", value)
+        counted = zip(_COUNTERS, msgspec.structs.astuple(result.counts), strict=True)
+        self._counters.add_all({f"results_{result.status}": 1, **{name: value for name, value in counted if value}})
         self._worker_log.finish(task.entry_id, result)

@@ -91,7 +91,7 @@ class Tally:
         numbers = self._numbers()
         lists: dict[str, tuple[ChunkHash, ...]] = {}
         for kind in self._kinds & _LISTED:
-            if numbers[kind]:
+            if kind in numbers:
                 lists[kind.value] = tuple(self._named(kind))
         if error is None:
             error = self._fault()
@@ -100,12 +100,7 @@ class Tally:
             type=command.TYPE,
             status=status or self._status(numbers),
             lookup_id=getattr(command, "lookup_id", None),
-            counts=Counts(
-                requested=self.requested,
-                evicted_pairs=self.pairs,
-                bytes=self.bytes,
-                **{kind.value: number for kind, number in numbers.items()},
-            ),
+            counts=Counts(requested=self.requested, evicted_pairs=self.pairs, bytes=self.bytes, **numbers),
             chunks=ChunkLists(**lists),
             held=held,
             error=None if error is None else ErrorInfo(error.code, _sendable(error.message)),
@@ -114,9 +109,9 @@ class Tally:
             duration_us=duration_us,
         )
 
-    def _numbers(self) -> Counter[Outcome]:
+    def _numbers(self) -> dict[Outcome, int]:
         if self._whole and len(self._kinds) == 1:
-            return Counter(dict.fromkeys(self._kinds, self.requested))
+            return dict.fromkeys(self._kinds, self.requested)
         return Counter(found.outcome for found in self._found if found is not None)
 
     def _named(self, kind: Outcome) -> Iterable[ChunkHash]:
@@ -131,10 +126,10 @@ class Tally:
         detail = next(filter(None, details), "")
         return EngineFailed(detail) if detail else None
 
-    def _status(self, numbers: Counter[Outcome]) -> Status:
-        if self.requested and numbers[Outcome.FAILED] == self.requested:
+    def _status(self, numbers: dict[Outcome, int]) -> Status:
+        if self.requested and numbers.get(Outcome.FAILED) == self.requested:
             return Status.FAILED
-        return Status.PARTIAL if any(numbers[kind] for kind in self._kinds & _PROBLEMS) else Status.DONE
+        return Status.DONE if _PROBLEMS.isdisjoint(numbers) else Status.PARTIAL
 
 
 def failure(fault: Exception) -> EngineFailed:

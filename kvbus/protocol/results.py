@@ -96,7 +96,11 @@ class ChunkLists(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     failed: ChunkHashes = ()
 
     def __post_init__(self) -> None:
-        for name, given in zip(self.__struct_fields__, msgspec.structs.astuple(self), strict=True):
+        lists = self.missing or self.in_use or self.busy or self.no_space or self.unsupported or self.tier_stuck
+        if not (lists or self.failed):
+            return  # as nearly always
+        for name in self.__struct_fields__:
+            given = getattr(self, name)
             if given:
                 msgspec.structs.force_setattr(self, name, to_hashes(given, field=name))
 
