@@ -88,13 +88,13 @@ def crash_at_commit(number: int, when: str) -> None:
     """Die around the commit of that number among those that carry results."""
     real, count = worker_log_module.commit, 0
 
-    def commit(bus: Any, step: Any) -> Any:
+    def commit(bus: Any, step: Any, *line: Any) -> Any:
         nonlocal count
         with_results = any(append.type == "results" for append in step.appends)
         count += with_results
         if with_results and count == number and when == "before":
             die()
-        answer = real(bus, step)
+        answer = real(bus, step, *line)
         if with_results and count == number and when == "after":
             die()
         return answer
