@@ -181,7 +181,7 @@ def test_checkpoint_deleted_after_a_commit_whose_reply_was_lost(
     assert space.finals() == {"c0": 1}
 
 
-def lose_the_reply(bus: Bus, step: Commit) -> None:
+def lose_the_reply(bus: Bus, step: Commit, *line: object) -> None:
     commit(bus, step)
     raise BusUnavailable("the reply is lost")
 
