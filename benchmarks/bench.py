@@ -73,16 +73,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             grouped[name] = fresh
             skipped += [row for row in found if isinstance(row, Skipped)]
             print(f"\n{name}, {time.monotonic() - at:.0f} s\n{table(fresh)}", flush=True)
+            # After each group: a run that is broken off keeps what it has.
+            _write(args.out, _report(grouped, skipped, load, load_before, began))
+    _write(args.out, _report(grouped, skipped, load, load_before, began))
     rows = [row for found in grouped.values() for row in found]
-    machine = _machine() | {"load_before": load_before}
-    report = {
-        "rows": [{"group": name, **msgspec.to_builtins(row)} for name, found in grouped.items() for row in found],
-        "not_run": msgspec.to_builtins(skipped),
-        "machine": machine,
-        "load": {"rounds": load.rounds, "calls": load.calls, "seconds": load.seconds, "quick": load.quick},
-        "elapsed_s": round(time.time() - began, 1),
-    }
-    _write(args.out, report, rows)
+    draw(args.out, rows)
     missed = [row for row in rows if row.ok is False]
     print(f"\n{len(rows)} rows, {len(missed)} missed, {len(skipped)} not run: {args.out / 'bench.json'}")
     for one in skipped:
@@ -108,11 +103,22 @@ def _only(measures: set[str]) -> Callable[[str], bool]:
     return lambda name: not measures or name in measures
 
 
-def _write(out: Path, report: dict[str, Any], rows: Sequence[Row]) -> None:
+def _report(
+    grouped: dict[str, list[Row]], skipped: Sequence[Skipped], load: Load, load_before: float, began: float
+) -> dict[str, Any]:
+    return {
+        "rows": [{"group": name, **msgspec.to_builtins(row)} for name, found in grouped.items() for row in found],
+        "not_run": msgspec.to_builtins(skipped),
+        "machine": _machine() | {"load_before": load_before},
+        "load": {"rounds": load.rounds, "calls": load.calls, "seconds": load.seconds, "quick": load.quick},
+        "elapsed_s": round(time.time() - began, 1),
+    }
+
+
+def _write(out: Path, report: dict[str, Any]) -> None:
     out.mkdir(parents=True, exist_ok=True)
     (out / "bench.json").write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
-    (out / "bench.txt").write_text(table(rows) + "\n")
-    draw(out, rows)
+    (out / "bench.txt").write_text(table([msgspec.convert(row, Row) for row in report["rows"]]) + "\n")
 
 
 def _machine() -> dict[str, Any]:

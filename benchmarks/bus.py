@@ -80,11 +80,7 @@ def _at(server: EmbeddedServer, workers: int, load: Load, only: Callable[[str], 
     namespace = f"bus-{workers}"
     chunks = hashes()
     body = evict_body(chunks)
-    ours: list[list[float]] = []
-    peer: list[list[float]] = []
-    our_rates: list[float] = []
-    peer_rates: list[float] = []
-    costs: list[Row] = []
+    ours, peer = Side(), Side()
     arguments = ["--redis-url", server.url, "--namespace", namespace, "--workers", str(workers)]
     with (
         Children("benchmarks.counting", arguments, workers) as counting,
@@ -105,54 +101,60 @@ def _at(server: EmbeddedServer, workers: int, load: Load, only: Callable[[str], 
         latencies_ms(one_request, 20)
         for _ in range(load.rounds):
             if only("latency"):
-                ours.append(latencies_ms(one_command, load.calls))
-                peer.append(latencies_ms(one_request, load.calls))
+                ours.latencies.append(latencies_ms(one_command, load.calls))
+                peer.latencies.append(latencies_ms(one_request, load.calls))
             if only("rate"):
-                our_rates.append(bus_rate(bus, chunks, workers, load.seconds))
-                peer_rates.append(rate(port, body, clients=CLIENTS, seconds=load.seconds))
-        if only("cost"):
-            costs = _costs(server, (counting, http, scheduler), bus, chunks, port, body, load)
+                for side, parts, run in (
+                    (ours, (counting.pids, [server.pid or 0]), lambda: bus_rate(bus, chunks, workers, load.seconds)),
+                    (
+                        peer,
+                        (http.pids, scheduler.pids),
+                        lambda: rate(port, body, clients=CLIENTS, seconds=load.seconds),
+                    ),
+                ):
+                    side.turn(run, *parts)
         caller.close()
     found: list[Row] = []
-    if ours:
+    if ours.latencies:
         for share, name, goal in ((0.1, "p10", None), (0.5, "p50", times_lower(4)), (0.99, "p99", times_lower(5))):
-            mine, theirs = ([percentile(turn, share) for turn in side] for side in (ours, peer))
+            mine, theirs = ([percentile(turn, share) for turn in side.latencies] for side in (ours, peer))
             found.append(compared(f"bus only: evict answered by all, {name}", workers, mine, theirs, "ms", goal))
-    if our_rates:
+    if ours.rates:
         goal = times_higher(RATE_GOALS.get(workers, 50))
-        found.append(compared("bus only: answered everywhere", workers, our_rates, peer_rates, "commands/s", goal))
-    return found + costs
-
-
-def _costs(
-    server: EmbeddedServer,
-    children: tuple[Children, Children, Children],
-    bus: KVBus,
-    chunks: Sequence[int],
-    port: int,
-    body: bytes,
-    load: Load,
-) -> list[Row]:
-    """Processor time a command at full rate: of one worker, of what stands between, and of the sender."""
-    counting, http, scheduler = children
-    workers = len(http.pids)
-    ours: list[list[float]] = [[], [], []]
-    peer: list[list[float]] = [[], [], []]
-    for _ in range(load.rounds):
-        for side, parts, run in (
-            (ours, (counting.pids, [server.pid or 0]), lambda: bus_rate(bus, chunks, workers, load.seconds)),
-            (peer, (http.pids, scheduler.pids), lambda: rate(port, body, clients=CLIENTS, seconds=load.seconds)),
+        found.append(compared("bus only: answered everywhere", workers, ours.rates, peer.rates, "commands/s", goal))
+        for what, mine, theirs in (
+            ("one worker", ours.workers_us, peer.workers_us),
+            ("the server; peer: the scheduler process", ours.between_us, peer.between_us),
+            ("the sender; peer: 16 clients", ours.senders_us, peer.senders_us),
+            ("all together", ours.all_us, peer.all_us),
         ):
-            before, mine, began = [cpu_s(pids) for pids in parts], time.process_time(), time.perf_counter()
-            commands = run() * (time.perf_counter() - began)
-            used = [cpu_s(pids) - earlier for pids, earlier in zip(parts, before, strict=True)]
-            for column, seconds in zip(side, (used[0] / workers, used[1], time.process_time() - mine), strict=True):
-                column.append(seconds / commands * 1e6)
-    whats = ("one worker", "the server; peer: the scheduler process", "the sender; peer: 16 clients")
-    return [
-        compared(f"bus only: processor time a command, {what}", workers, mine, theirs, "us")
-        for what, mine, theirs in zip(whats, ours, peer, strict=True)
-    ]
+            found.append(compared(f"bus only: processor time a command, {what}", workers, mine, theirs, "us"))
+    return found
+
+
+class Side:
+    """What the rounds of one side brought. Processor times in microseconds a command, at full rate."""
+
+    def __init__(self) -> None:
+        self.latencies: list[list[float]] = []
+        self.rates: list[float] = []
+        self.workers_us: list[float] = []
+        self.between_us: list[float] = []
+        self.senders_us: list[float] = []
+        self.all_us: list[float] = []
+
+    def turn(self, run: Callable[[], float], workers: Sequence[int], between: Sequence[int]) -> None:
+        """One round at full rate. run: commands a second; workers, between: process ids."""
+        groups = (workers, between)
+        before, mine, began = [cpu_s(pids) for pids in groups], time.process_time(), time.perf_counter()
+        self.rates.append(run())
+        commands = self.rates[-1] * (time.perf_counter() - began)
+        used = [cpu_s(pids) - earlier for pids, earlier in zip(groups, before, strict=True)]
+        used.append(time.process_time() - mine)
+        self.workers_us.append(used[0] / len(workers) / commands * 1e6)
+        self.between_us.append(used[1] / commands * 1e6)
+        self.senders_us.append(used[2] / commands * 1e6)
+        self.all_us.append(sum(used) / commands * 1e6)
 
 
 def cpu_s(pids: Sequence[int]) -> float:
