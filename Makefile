@@ -36,7 +36,7 @@ $(READY): pyproject.toml requirements/lmcache-cpu.txt requirements/constraints.t
 
 # Two processes: tests share servers within each, and namespaces nowhere.
 test: setup
-	@$(BIN)/python -m pytest -n 2 $(PYTEST_FLAGS)
+	@$(BIN)/python -m pytest -n 3 --dist loadfile $(PYTEST_FLAGS)
 
 lint: setup
 	@$(BIN)/ruff check .
