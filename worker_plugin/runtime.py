@@ -101,8 +101,8 @@ class Worker:
         self._history_lost = False
         self._stuck = False
         self._limited = RateLimitedLog(_log)
-        self._reader = threading.Thread(target=self._read_loop, name="kvbus-reader", daemon=True)
-        self._keeper = threading.Thread(target=self._keep_loop, name="kvbus-keeper", daemon=True)
+        self._reader = threading.Thread(target=self._run, args=(self._read_loop,), name="kvbus-reader", daemon=True)
+        self._keeper = threading.Thread(target=self._run, args=(self._keep_loop,), name="kvbus-keeper", daemon=True)
 
     def start(self) -> None:
         """Begin. Returns at once; the bus may be away."""
@@ -152,6 +152,17 @@ class Worker:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.stop()
+
+    def _run(self, loop: Callable[[], None]) -> None:
+        try:
+            loop()
+        finally:
+            if self.state is WorkerState.FENCED:
+                # This thread may have connected anew after the other one found out.
+                if threading.current_thread() is self._reader:
+                    self._worker_log.disconnect()
+                if self._owns_bus:
+                    self._bus.close()
 
     # -- the reading thread ------------------------------------------------------------------------------------
 

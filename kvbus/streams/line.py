@@ -45,9 +45,7 @@ class Line:
         except redis.ResponseError:
             raise  # the reply has been read
         except BaseException:
-            # What is still unread belongs to nobody.
-            connection.disconnect()
-            self.give_back()
+            self.close()  # what is still unread belongs to nobody
             raise
         self._used_at = time.monotonic()
         return reply
@@ -57,6 +55,13 @@ class Line:
         connection, self._connection = self._connection, None
         if connection is not None and self._pid == os.getpid():
             self.client.connection_pool.release(connection)
+
+    def close(self) -> None:
+        """Close the connection. The next call makes one anew."""
+        connection = self._connection
+        if connection is not None and self._pid == os.getpid():
+            connection.disconnect()
+        self.give_back()
 
     def _taken(self) -> Any:
         if self._connection is not None and self._pid != os.getpid():

@@ -171,8 +171,12 @@ class WorkerLog:
             self._subscription.interrupt()
 
     def disconnect(self) -> None:
+        """Let go of the connections that are held. By the thread that reads."""
         if self._subscription is not None:
             self._subscription.disconnect()
+        with self._flush_lock:
+            if self._line is not None:
+                self._line.close()
 
     # -- taking commands ---------------------------------------------------------------------------------------
 

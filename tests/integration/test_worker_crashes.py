@@ -202,6 +202,8 @@ def test_a_worker_told_to_stop_reports_only_what_it_did(workers: Workers, client
 
 def test_a_paused_worker_that_was_superseded_stops_itself(workers: Workers, client: KVBus, hashes: list[str]) -> None:
     workers.start()
+    final(client.ping())
+    eventually(lambda: client.bus.client.exists(client.bus.keys.stats(NAME)), what="the keeper's first round")
     old, connections = workers.pids[-1], len(_connections(client, NAME))
     assert connections > 0
     os.kill(old, signal.SIGSTOP)
