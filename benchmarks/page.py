@@ -71,7 +71,7 @@ Everything here was measured by one run of one program, kvbus and its peer in th
 
 ```
 make bench                     # all of it; writes out/bench.json, out/bench.txt and plots
-python -m benchmarks.page      # this page, from out/bench.json
+make performance               # this page, from out/bench.json
 ```
 
 {machine["cores"]} cores ({machine["cpu"]}), {machine["system"]}, Python {machine["python"]}; the load average was
