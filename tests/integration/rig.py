@@ -30,6 +30,7 @@ from kvbus.protocol import (
 )
 from kvbus.settings import Settings
 from kvbus.streams.connection import Bus
+from kvbus.streams.subscription import message_id
 from publisher import FinishedRequest, Publisher
 from tests.servers import eventually
 from worker_plugin.engine_types import Engine
@@ -188,7 +189,12 @@ class Rig:
         finals = self.finals(self.client.bus)
         assert {pair: number for pair, number in finals.items() if number > 1} == {}
         owed = {(worker.name, command_id) for worker in self.workers for command_id in self.accepted}
-        assert owed - finals.keys() == set()
+        lost = owed - finals.keys()
+        if lost:
+            log, keys = self.client.log, self.client.bus.keys
+            there = {message_id(*entry) for entry in log.scan(keys.commands)}
+            told = [(worker, command_id, command_id in there) for worker, command_id in sorted(lost)]
+            raise AssertionError(f"no final result of (worker, command, is it on the stream?): {told}")
         self.assert_events_complete()
 
     def assert_events_complete(self) -> None:

@@ -160,11 +160,12 @@ def test_cut_connections(valkey: Server, namespace: str, tmp_path: Path, spooled
         running(Settings(redis_url=proxy.url, namespace=namespace, **QUICK, **spool)) as publisher,
     ):
         for number in range(400):
+            if number % 100 == 20:
+                proxy.cut()  # before the event, so that there is one to send again
             publisher.publish(finished(number))
             if number % 50 == 10:
                 proxy.cut_once()
             if number % 100 == 20:
-                proxy.cut()
                 more_than(publisher, "retries")
                 proxy.heal()
         assert publisher.close()
