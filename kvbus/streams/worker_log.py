@@ -314,8 +314,13 @@ class WorkerLog:
         if is_new_history(batch.gap):
             raise HistoryLost(f"commands: {batch.gap.reason if batch.gap else ''}")
         with self._lock:
-            for entry_id, fields in batch.entries:
-                self._take((entry_id, fields), careful)
+            try:
+                for entry_id, fields in batch.entries:
+                    self._take((entry_id, fields), careful)
+            except BaseException:
+                # What was not taken comes again; what was taken is known by then.
+                self._subscription.position = self._position
+                raise
             # The cursor moves together with what is in hand: another thread may commit at any moment.
             if self._position != self._subscription.position:
                 self._position = self._subscription.position

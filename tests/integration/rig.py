@@ -67,6 +67,7 @@ class Rig:
         self.send_errors: Counter[str] = Counter()
         self._stop = threading.Event()
         self._pause = threading.Event()
+        self._sending, self._publishing = threading.Lock(), threading.Lock()
         self._threads: list[threading.Thread] = []
         self._numbers = itertools.count()
         self.published = 0
@@ -110,35 +111,43 @@ class Rig:
 
     def _send(self) -> None:
         while not self._stop.wait(0.01):
-            if self._pause.is_set():
-                continue
-            command, own_id = self.command(), new_message_id()
-            # The same command under the same id until it is acknowledged, as any client should.
-            while not self._stop.is_set():
-                try:
-                    self.client.send(command, command_id=own_id, timeout_s=0.2)
-                    self.accepted.append(own_id)
-                    break
-                except BusError as error:
-                    self.send_errors[error.code] += 1
-                    time.sleep(0.05)
+            with self._sending:
+                if not self._pause.is_set():
+                    self._send_one(self.command(), new_message_id())
+
+    def _send_one(self, command: Command, own_id: str) -> None:
+        """The same command under the same id until it is acknowledged, as any client should."""
+        while not self._stop.is_set():
+            try:
+                self.client.send(command, command_id=own_id, timeout_s=0.2)
+                self.accepted.append(own_id)
+                return
+            except BusError as error:
+                self.send_errors[error.code] += 1
+                time.sleep(0.05)
 
     def _publish(self) -> None:
         while not self._stop.wait(0.01):
-            if self._pause.is_set():
-                continue
-            finished = FinishedRequest(
-                request_id=f"r{self.published}", instance="i", reason="stop", chunk_hashes=tuple(self.chunks[:8])
-            )
-            self.publisher.publish(finished)
-            self.published += 1
+            with self._publishing:
+                if not self._pause.is_set():
+                    self._publish_one()
+
+    def _publish_one(self) -> None:
+        finished = FinishedRequest(
+            request_id=f"r{self.published}", instance="i", reason="stop", chunk_hashes=tuple(self.chunks[:8])
+        )
+        self.publisher.publish(finished)
+        self.published += 1
 
     def _read(self) -> None:
         for delivery in self._events:
             self.delivered.append(delivery)
 
     def pause(self) -> None:
+        """No more traffic once this returns: a command that is being sent is accepted first."""
         self._pause.set()
+        with self._sending, self._publishing:
+            return
 
     def resume(self) -> None:
         self._pause.clear()
