@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -73,7 +74,11 @@ def run(settings: Settings | None = None) -> None:
         print(told, file=sys.stderr, flush=True)
         # A second line for every counter, of no use in the text format.
         disable_created_metrics()  # type: ignore[no-untyped-call]
-        make_server(app, chosen).run(sockets=[listening])
+        serving = make_server(app, chosen).serve(sockets=[listening])
+        try:
+            asyncio.run(serving)
+        finally:
+            serving.close()  # an interrupt may come before it was begun
 
 
 def _document_once(app: FastAPI, *, secured: bool) -> Any:

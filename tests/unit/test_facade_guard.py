@@ -209,6 +209,10 @@ def _gauge(facade: RunningFacade, name: str) -> float:
 # -- the log -------------------------------------------------------------------------------------------------------
 
 
+def _access_lines(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
+    return [json.loads(record.getMessage()) for record in caplog.records if record.name == access_log.name]
+
+
 def test_one_json_line_a_request(here: Scene, caplog: pytest.LogCaptureFixture) -> None:
     here.worker()
     facade = here.facade(rest_token=TOKEN)
@@ -217,9 +221,9 @@ def test_one_json_line_a_request(here: Scene, caplog: pytest.LogCaptureFixture) 
         facade.post("/memory/evict?secret=query", {**EVICT, "lookup_id": "a-private-label"}, headers=headers)
         facade.post("/memory/evict", {"chunk_hashes": ["nope"]}, headers=headers | {"x-request-id": "bad id"})
         facade.post("/memory/evict", EVICT, headers={"authorization": "Bearer a-wrong-secret"})
-    lines: list[dict[str, Any]] = [
-        json.loads(record.getMessage()) for record in caplog.records if record.name == access_log.name
-    ]
+        # A line follows its answer: the client may be quicker.
+        eventually(lambda: len(_access_lines(caplog)) == 3, what="a line for each request")
+    lines = _access_lines(caplog)
     assert [line["status"] for line in lines] == [200, 400, 401]
     good = lines[0]
     assert (good["id"], good["method"], good["path"]) == ("from-the-caller", "POST", "/memory/evict")
