@@ -88,7 +88,7 @@ def test_prefetch_with_wait_answers_when_done(here: Scene) -> None:
 def test_prefetch_with_wait_says_who_is_not_done(here: Scene) -> None:
     here.worker("a/0", lambda task: [result(task, requested=3, loaded=3)])
     here.worker("a/1", say_nothing)
-    answer = here.facade().post("/memory/prefetch?wait=0.3", PREFETCH)
+    answer = here.facade().post("/memory/prefetch?wait=3", PREFETCH)
     assert answer.status_code == 200
     assert answer.json()["complete"] is False
     assert answer.json()["waiting"] == ["a/1"]
