@@ -116,7 +116,11 @@ class WorkerProcess:
         return answer
 
     def freeze(self) -> None:
+        """Stop it, and wait until every thread stands still: a signal sent is not a signal taken."""
         self._process.send_signal(signal.SIGSTOP)
+        tasks = Path(f"/proc/{self._process.pid}/task")
+        stats = lambda: [(task / "stat").read_text() for task in tasks.iterdir()]  # noqa: E731
+        eventually(lambda: all(stat.rpartition(")")[2].split()[0] == "T" for stat in stats()), what="the freeze")
 
     def thaw(self) -> None:
         self._process.send_signal(signal.SIGCONT)

@@ -69,14 +69,14 @@ def workers(
     return {answer.worker: _worker(answer, listed, texts) for answer in by_name}
 
 
-def state_of(answers: Sequence[Answer], owed: bool) -> CommandStateName:
-    """One word for the whole command. owed: somebody alive has not given its final answer."""
-    if owed:
+def state_of(answers: Sequence[Answer], *, waiting: bool, dead: bool) -> CommandStateName:
+    """One word for the whole command. waiting, dead: somebody alive, or dead by now, owes its final answer."""
+    if waiting:
         return "running"
     results = [answer.result for answer in answers]
     if any(result.status in _UNDONE for result in results):
         return "failed"
-    return "partial" if any(result.status is Status.PARTIAL for result in results) else "done"
+    return "partial" if dead or any(result.status is Status.PARTIAL for result in results) else "done"
 
 
 def _storing(answers: Iterable[Answer]) -> Iterable[Answer]:

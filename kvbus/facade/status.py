@@ -70,14 +70,15 @@ class StatusBook:
 
     async def _reply(self, found: FoundCommand) -> CommandReply:
         answers, owed, absent = await self._answers(found)
-        alive = {member.name for member in self._facade.members if member.alive}
+        alive = await self._alive(owed)
         waiting = tuple(name for name in owed if name in alive)
+        dead = tuple(name for name in owed if name not in alive)
         command = found.command
         return CommandReply(
             command_id=found.command_id,
             entry_id=found.entry_id,
             type=found.type,
-            state=replies.state_of(answers, bool(waiting)),
+            state=replies.state_of(answers, waiting=bool(waiting), dead=bool(dead)),
             complete=not owed,
             num_chunks=len(getattr(command, "chunk_hashes", ())),
             workers=replies.workers(answers, listed=True, looked_up=command if isinstance(command, Lookup) else None),
@@ -85,9 +86,16 @@ class StatusBook:
             issuer=getattr(command, "issuer", None),
             issued_at_ms=getattr(command, "issued_at_ms", None),
             waiting=waiting,
-            dead=tuple(name for name in owed if name not in alive),
+            dead=dead,
             absent=absent,
         )
+
+    async def _alive(self, names: list[str]) -> set[str]:
+        """Who of them is alive. Nobody is called dead on the word of the last roll: it may be older than he is."""
+        alive = {member.name for member in self._facade.members if member.alive}
+        if not alive.issuperset(names):
+            alive = {member.name for member in await self._facade.roll_call() if member.alive}
+        return alive
 
     async def _answers(self, found: FoundCommand) -> tuple[list[Answer], list[str], tuple[str, ...]]:
         """The answers, who still owes one, and who owes one but was dead before the command."""

@@ -147,7 +147,8 @@ def test_prefetch_answers_first_and_tells_later_what_each_rank_loaded(system: Sy
         worker.freeze()
     body = system.facade.post("/memory/prefetch", chunk_hashes=shuffled, lookup_id="turn_prefetch").json()
     assert (body["status"], body["num_chunks"]) == ("prefetch_started", CHUNKS + 1)
-    assert system.status(body["command_id"])["state"] == "running"
+    status = system.status(body["command_id"])
+    assert status["state"] == "running", status
     for worker in system.workers:
         worker.thaw()
     status = eventually(

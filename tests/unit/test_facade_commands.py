@@ -179,6 +179,15 @@ def test_a_worker_that_comes_back_catches_up_and_its_answer_shows(on_valkey: Sce
     assert status["workers"]["a/0"]["counts"]["evicted_pairs"] == 3
 
 
+def test_a_worker_that_has_just_come_is_not_called_dead(here: Scene) -> None:
+    """It is younger than what the facade last knew of who is there."""
+    facade = here.facade()
+    here.worker("a/0", say_nothing)
+    command_id = facade.post("/memory/prefetch", PREFETCH).json()["command_id"]
+    status = facade.http.get(f"/memory/commands/{command_id}").json()
+    assert (status["state"], status.get("waiting"), status.get("dead")) == ("running", ["a/0"], None)
+
+
 @pytest.mark.parametrize(("path", "body"), [("prefetch", PREFETCH), ("evict", EVICT), ("lookup", EVICT)])
 def test_nobody_there(here: Scene, path: str, body: dict[str, Any]) -> None:
     answer = here.facade().post(f"/memory/{path}", body)

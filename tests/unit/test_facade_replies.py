@@ -95,15 +95,18 @@ def test_a_lookup_names_the_tiers_of_every_chunk() -> None:
 
 
 @pytest.mark.parametrize(
-    ("statuses", "owed", "word"),
+    ("statuses", "owing", "word"),
     [
-        ([Status.DONE, Status.NOT_APPLICABLE], False, "done"),
-        ([Status.DONE], True, "running"),
-        ([Status.DONE, Status.PARTIAL], False, "partial"),
-        ([Status.PARTIAL, Status.FAILED], False, "failed"),
-        ([], True, "running"),
+        ([Status.DONE, Status.NOT_APPLICABLE], "", "done"),
+        ([Status.DONE], "waiting", "running"),
+        ([Status.DONE, Status.PARTIAL], "", "partial"),
+        ([Status.PARTIAL, Status.FAILED], "", "failed"),
+        ([], "waiting", "running"),
+        ([], "waiting dead", "running"),
+        ([Status.DONE], "dead", "partial"),
+        ([Status.FAILED], "dead", "failed"),
     ],
 )
-def test_one_word_for_the_whole_command(statuses: list[Status], owed: bool, word: str) -> None:
+def test_one_word_for_the_whole_command(statuses: list[Status], owing: str, word: str) -> None:
     given = [answer(f"a/{rank}", status) for rank, status in enumerate(statuses)]
-    assert replies.state_of(given, owed) == word
+    assert replies.state_of(given, waiting="waiting" in owing, dead="dead" in owing) == word
