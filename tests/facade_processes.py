@@ -51,10 +51,14 @@ class FacadeProcess:
         with self._log.open("wb") as log:
             self.process = subprocess.Popen([sys.executable, "-c", _RUN, "serve"], env=self._env, cwd=ROOT, stderr=log)
         pattern = re.compile(r"kvbus facade on (http://\S+:\d+)")
-        found = eventually(lambda: pattern.search(self._log.read_text()), within_s=60, what="the facade's start")
-        self.url = found[1]
-        self.http = httpx.Client(base_url=self.url, timeout=60, trust_env=False, verify=False)
-        eventually(self._answers, within_s=60, what="the facade's first answer")
+        try:
+            found = eventually(lambda: pattern.search(self._log.read_text()), within_s=60, what="the facade's start")
+            self.url = found[1]
+            self.http = httpx.Client(base_url=self.url, timeout=60, trust_env=False, verify=False)
+            eventually(self._answers, within_s=60, what="the facade's first answer")
+        except BaseException:
+            self.process.kill()  # nobody else knows of it yet
+            raise
 
     def post(self, path: str, **body: Any) -> httpx.Response:
         return self.http.post(path, json=body)

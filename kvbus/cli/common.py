@@ -210,20 +210,6 @@ def command(
 
 
 @contextmanager
-def ended_by_signal() -> Iterator[None]:
-    """SIGTERM ends the block as Ctrl-C does, so that what it holds is closed in good order."""
-
-    def interrupt(number: int, frame: object) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-@contextmanager
 def stopped_by_signal() -> Iterator[threading.Event]:
     """An event that Ctrl-C or SIGTERM sets: what runs in the block ends in good order. A second one breaks it off."""
     stop = threading.Event()

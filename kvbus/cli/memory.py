@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import logging
-import signal
-import threading
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.text import Text
 
-from kvbus.cli.common import Cli, command, ended_by_signal
+from kvbus.cli.common import Cli, command, stopped_by_signal
 from kvbus.cli.exits import ExitCode
 from kvbus.cli.output import Column, styled
 from kvbus.memory.config import load_config
@@ -56,7 +54,8 @@ def run(
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO)
     settings = cli.settings
     chosen = load_config(config, settings=settings)
-    with cli.bus() as bus:
+    # From here on a signal only sets an event: an exception out of nowhere could leave a thread half started.
+    with stopped_by_signal() as stop, cli.bus() as bus:
         service = MemoryService(bus, chosen, name=name, start=begin)
         exporter = Exporter(service.counters, metrics_port) if metrics_port is not None else None
         told = {"name": service.name, "namespace": settings.namespace, "metrics_port": exporter and exporter.port}
@@ -64,13 +63,10 @@ def run(
         cli.out.line(told, styled(f"memory service {service.name} in namespace {settings.namespace}{where}", "bold"))
         cli.out.note("Ctrl-C stops it.")
         try:
-            with ended_by_signal(), service:
-                threading.Event().wait()
-        except KeyboardInterrupt:
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
-            cli.out.note("stopping")
+            with service:
+                stop.wait()
+                cli.out.note("stopping")
         finally:
-            service.close()
             if exporter is not None:
                 exporter.close()
     return ExitCode.OK

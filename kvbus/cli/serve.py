@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import threading
 from pathlib import Path
 from typing import Annotated
 
@@ -11,7 +10,7 @@ import msgspec
 import typer
 from rich.text import Text
 
-from kvbus.cli.common import Cli, command, ended_by_signal
+from kvbus.cli.common import Cli, command, stopped_by_signal
 from kvbus.cli.exits import ExitCode
 from kvbus.embedded import EmbeddedServer
 from kvbus.errors import BusUnavailable, ConfigError, MissingExtra
@@ -39,7 +38,7 @@ def up(
 ) -> ExitCode:
     """Run a real Valkey for this machine until Ctrl-C: data on disk, nothing evicted, 127.0.0.1 only."""
     keys = Keys(cli.settings.namespace)
-    with ended_by_signal(), EmbeddedServer(data, port=port, unix_socket=socket) as server:
+    with stopped_by_signal() as stop, EmbeddedServer(data, port=port, unix_socket=socket) as server:
         told = {"url": server.url, "port": server.port, "pid": server.pid, "version": server.version, "data": str(data)}
         tag = "" if cli.settings.namespace == "default" else f"\n  export KVBUS_NAMESPACE={cli.settings.namespace}"
         text = Text.assemble(
@@ -51,15 +50,12 @@ def up(
         )
         cli.out.line(told, text)
         cli.out.note("Ctrl-C stops it.")
-        ended = threading.Event()
-        try:
-            while server.running:
-                ended.wait(CHECK_S)
-        except KeyboardInterrupt:
-            # A second Ctrl-C must not interrupt the clean stop: the append-only file is written out.
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
-            cli.out.note("stopping")
-            return ExitCode.OK
+        while server.running:
+            if stop.wait(CHECK_S):
+                # A second Ctrl-C must not interrupt the clean stop: the append-only file is written out.
+                signal.signal(signal.SIGINT, signal.SIG_IGN)
+                cli.out.note("stopping")
+                return ExitCode.OK
         lines = "".join(f"\n    {line}" for line in server.last_log_lines())
         raise BusUnavailable(
             f"the server ended by itself; its last log lines:{lines}", hint=f"The whole log is in {server.log_path}."

@@ -66,19 +66,16 @@ def create_app(settings: Settings | None = None, bus: Bus | None = None) -> Fast
 def run(settings: Settings | None = None) -> None:
     """Serve until SIGINT or SIGTERM, with JSON log lines on stderr. Raises ConfigError when it cannot listen."""
     chosen = settings or load_settings()
-    app = create_app(chosen)
-    with listen(chosen) as listening, json_logs():
+    server = make_server(create_app(chosen), chosen)
+    # A signal counts from here on, and never breaks off the loop's own beginning.
+    with listen(chosen) as listening, json_logs(), server.capture_signals():
         host, port = listening.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
         told = f"kvbus facade on http://{shown}:{port}{chosen.rest_root_path} (docs under /docs)"
         print(told, file=sys.stderr, flush=True)
         # A second line for every counter, of no use in the text format.
         disable_created_metrics()  # type: ignore[no-untyped-call]
-        serving = make_server(app, chosen).serve(sockets=[listening])
-        try:
-            asyncio.run(serving)
-        finally:
-            serving.close()  # an interrupt may come before it was begun
+        asyncio.run(server.serve(sockets=[listening]))
 
 
 def _document_once(app: FastAPI, *, secured: bool) -> Any:
