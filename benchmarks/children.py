@@ -34,7 +34,10 @@ class Children:
     def __enter__(self) -> Self:
         quiet = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "LMCACHE_TRACK_USAGE": "false"}
         env = os.environ | quiet | {"LMCACHE_LOG_LEVEL": "ERROR"}
-        self._process = subprocess.Popen(self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env)
+        # Unbuffered: select does not see a second line that was read along with the first.
+        self._process = subprocess.Popen(
+            self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env, bufsize=0
+        )
         said: dict[int, dict[str, Any]] = {}
         try:
             while len(said) < self._count:
