@@ -166,6 +166,7 @@ class Drain:
         self._in_flight = []
         if spool is not None:
             spool.ack()
+            self._counters.set("spool_bytes", spool.nbytes)  # also when it is empty now, and nothing spills any more
             self._counters.add("events_replayed", len(batch))
         else:
             for _ in batch:

@@ -375,6 +375,7 @@ def test_an_outage_goes_to_disk_and_comes_back_in_order(bus: FakeBus, tmp_path: 
         bus.trouble = None
         eventually(lambda: publisher.counters.get("events_sent") == 1000)
         publisher.publish(request(1000))
+        assert publisher.counters.get("spool_bytes") == 0, "told again once it is empty, not only while it grows"
         assert publisher.close()
     assert read(bus.read()) == (names(0, 1001), 0, 0)
     assert publisher.counters.get("events_replayed") == 999
