@@ -11,7 +11,6 @@ import argparse
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import repeat
 from typing import Any
 
 from benchmarks.children import fork_all, until_told
@@ -21,6 +20,8 @@ from kvbus.protocol.results import Outcome
 from kvbus.settings import load_settings
 from worker_plugin.engine_types import ChunkLocation, ChunkOutcome, EngineInfo, EngineUsage, PrefetchSession, Tags
 from worker_plugin.runtime import Worker
+
+_LOADED, _EVICTED = ChunkOutcome(Outcome.LOADED, bytes=1), ChunkOutcome(Outcome.EVICTED, tiers=1)
 
 
 class CountingEngine:
@@ -47,13 +48,13 @@ class CountingEngine:
 
     def load(self, chunk: ChunkHash) -> ChunkOutcome:
         self.chunks += 1
-        return ChunkOutcome(chunk, Outcome.LOADED, bytes=1)
+        return _LOADED
 
     def evict(
         self, chunks: Sequence[ChunkHash], *, tags: Tags = (), locations: tuple[str, ...] | None = None
     ) -> list[ChunkOutcome]:
         self.chunks += len(chunks)
-        return list(map(ChunkOutcome, chunks, repeat(Outcome.EVICTED), repeat(1)))
+        return [_EVICTED] * len(chunks)
 
     def lookup(self, chunks: Sequence[ChunkHash], *, tags: Tags = ()) -> list[ChunkLocation]:
         self.chunks += len(chunks)

@@ -37,6 +37,8 @@ log = logging.getLogger(__name__)
 GROUP = 16
 """Chunks handled under one hold of a tier's lock: the engine's own calls must not wait for a whole command."""
 
+_ENDED = (ChunkOutcome(Outcome.MISSING), ChunkOutcome(Outcome.EVICTED, 1), ChunkOutcome(Outcome.EVICTED, 2))
+"""How most chunks end, by the number of tiers that they left."""
 # What is reported where a chunk ends differently in its tiers: the first of these that happened.
 _GRAVEST = (Outcome.TIER_STUCK, Outcome.FAILED, Outcome.IN_USE, Outcome.BUSY, Outcome.UNSUPPORTED)
 
@@ -65,12 +67,14 @@ class _Chunk:
             return self.pinned_on_disk
         return self.pinned_on_disk or Outcome.IN_USE in self.kept or Outcome.BUSY in self.kept
 
-    def outcome(self, chunk: ChunkHash) -> ChunkOutcome:
+    def outcome(self) -> ChunkOutcome:
+        if not self.kept and not self.details:
+            return _ENDED[self.tiers]
         if self.kept:
             found = next(outcome for outcome in _GRAVEST if outcome in self.kept)
         else:
             found = Outcome.EVICTED if self.tiers else Outcome.MISSING
-        return ChunkOutcome(chunk, found, self.tiers, 0, "; ".join(self.details) if self.details else "")
+        return ChunkOutcome(found, self.tiers, detail="; ".join(self.details))
 
 
 class Evictor:
@@ -87,11 +91,11 @@ class Evictor:
     def run(self, chunks: Sequence[ChunkHash]) -> list[ChunkOutcome]:
         tiers, keys = self._tiers, self._keys
         if tiers.refusal:
-            return [ChunkOutcome(chunk, Outcome.UNSUPPORTED, detail=tiers.refusal) for chunk in chunks]
+            return [ChunkOutcome(Outcome.UNSUPPORTED, detail=tiers.refusal)] * len(chunks)
         found = keys.of(chunks)
         others = [name for name in tiers.others if self._locations is not None and name in self._locations]
         if not others and self._nowhere(found):
-            return [ChunkOutcome(chunk, Outcome.MISSING) for chunk in chunks]
+            return [_ENDED[0]] * len(chunks)
         work = [_Chunk(keys.ident(chunk), keys.parts(key)) for chunk, key in zip(chunks, found, strict=True)]
         for end in range(len(work), 0, -GROUP):
             group = work[max(0, end - GROUP) : end][::-1]
@@ -104,7 +108,7 @@ class Evictor:
         if others:
             for item in work:
                 item.keep(Outcome.UNSUPPORTED, f"kvbus does not remove from {', '.join(others)}")
-        return [item.outcome(chunk) for item, chunk in zip(work, chunks, strict=True)]
+        return [item.outcome() for item in work]
 
     def _nowhere(self, keys: Sequence[Key]) -> bool:
         """Whether none of the chunks is in a tier, on its way into one, or being read by a prefetch.

@@ -118,7 +118,7 @@ class Session:
         except Exception as error:
             log.exception("prefetch of chunk %s failed", chunk)
             ended = Ended(Outcome.FAILED, detail=f"{type(error).__name__}: {error}")
-        return ChunkOutcome(chunk, ended.outcome, bytes=ended.size, detail=ended.detail)
+        return ChunkOutcome(ended.outcome, bytes=ended.size, detail=ended.detail)
 
     def _load(self, chunk: ChunkHash) -> Ended:
         tiers = Tiers(self._engine)

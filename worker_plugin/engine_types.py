@@ -16,13 +16,13 @@ Tags = tuple[tuple[str, str], ...]
 
 
 class ChunkOutcome(msgspec.Struct, frozen=True, gc=False):
-    """What a verb did with one chunk.
+    """What a verb did with one chunk. A list of them stands in the order of the chunks that were asked about.
 
+    Chunks that end alike may share one, so that a command of many chunks costs no object for each.
     tiers: how many tiers it was removed from (evict); can be 1 where the outcome is not `evicted`, as when one of two
     tiers is stuck. bytes: KV bytes read into DDR (prefetch). detail: for people.
     """
 
-    chunk_hash: ChunkHash
     outcome: Outcome
     tiers: int = 0
     bytes: int = 0

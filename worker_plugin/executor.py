@@ -29,6 +29,8 @@ SLICE = 256
 """Chunks an engine call: between two calls a stop is noticed."""
 MAX_QUEUED_HASHES = 1_000_000
 """Chunks of waiting prefetches altogether; a hash costs some 100 bytes while it waits."""
+_HELD, _NOWHERE = ChunkOutcome(Outcome.RESIDENT), ChunkOutcome(Outcome.MISSING)
+_AWAITED = ChunkOutcome(Outcome.BUSY)
 _COUNTERS = tuple("kv_bytes" if name == "bytes" else f"chunks_{name}" for name in Counts.__struct_fields__)
 
 
@@ -193,7 +195,7 @@ class Executor:
         self._prefetches.submit(PrefetchJob(task, command, deadline_ms, lambda result: self._finish(task, result)))
 
     def _at_once(self, task: Task, command: Evict | Lookup, deadline_ms: int) -> None:
-        item = _Timed(task, command, Tally(len(command.chunk_hashes)), deadline_ms, self._clock.now_ms())
+        item = _Timed(task, command, Tally(command.chunk_hashes), deadline_ms, self._clock.now_ms())
         if isinstance(command, Lookup):
             self._guarded(item, lambda: self._lookup(item, command))
             return
@@ -224,8 +226,8 @@ class Executor:
         bits = {tier: 1 << bit for bit, tier in enumerate(tiers)}
         masks = bytes(sum(bits.get(tier, 0) for tier in location.tiers) for location in found)
         for place, location in enumerate(found):
-            outcome = Outcome.RESIDENT if location.tiers else Outcome.MISSING
-            item.tally.put(place, ChunkOutcome(location.chunk_hash, outcome))
+            outcome = _HELD if location.tiers else _NOWHERE
+            item.tally.put(place, outcome)
         self._finish_timed(item, held=Held(tiers, masks))
         return True
 
@@ -237,7 +239,7 @@ class Executor:
         if awaited:
             for place in places:
                 if chunks[place] in awaited:
-                    tally.put(place, ChunkOutcome(chunks[place], Outcome.BUSY))
+                    tally.put(place, _AWAITED)
             places = [place for place in places if chunks[place] not in awaited]
         for end in range(len(places), 0, -SLICE):
             if self._stopping:
@@ -287,8 +289,7 @@ class Executor:
 
     def _close(self, task: Task, command: Command, status: Status, error: KVBusError | None = None) -> None:
         """A result for which the engine is not asked."""
-        requested = 0 if isinstance(command, Ping) else len(command.chunk_hashes)
-        result = Tally(requested).result(
+        result = Tally(() if isinstance(command, Ping) else command.chunk_hashes).result(
             task.envelope.id,
             command,
             status=status,

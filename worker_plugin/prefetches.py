@@ -158,7 +158,7 @@ class Prefetches:
     def _carry_out(self, job: PrefetchJob) -> CommandResult | None:
         """The result; None when the stop came first."""
         began, started_at_ms = time.monotonic(), self._clock.now_ms()
-        tally = Tally(len(job.command.chunk_hashes))
+        tally = Tally(job.command.chunk_hashes)
         status: Status | None = None
         error: KVBusError | None = None
         try:
@@ -205,7 +205,7 @@ class Prefetches:
             else:
                 del job.remaining[chunk]
             if chunk in job.dropped:
-                return ChunkOutcome(chunk, Outcome.EVICTED)
+                return ChunkOutcome(Outcome.EVICTED)
             job.loading = chunk
         self._busy_since = time.monotonic()
         outcome = session.load(chunk)
@@ -218,7 +218,7 @@ class Prefetches:
             # The evict looked before the chunk was there.
             [evicted] = self._engine.evict([chunk], tags=job.command.tags, locations=(DDR,))
             if evicted.outcome in (Outcome.EVICTED, Outcome.MISSING):
-                outcome = ChunkOutcome(chunk, Outcome.EVICTED, bytes=outcome.bytes)
+                outcome = ChunkOutcome(Outcome.EVICTED, bytes=outcome.bytes)
             # Else a request has taken hold of it: it stays, and the evict tells so and tries again.
         self._busy_since = None
         return outcome

@@ -80,7 +80,6 @@ class Worker:
             vllm=vllm_version,
             host=default_instance(),
             pid=os.getpid(),
-            started_at_ms=int(time.time() * 1000),
         )
         self._stop = threading.Event()
         self._wake = threading.Event()

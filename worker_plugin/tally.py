@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import islice
-from operator import attrgetter
 
 import msgspec
 
@@ -23,8 +22,6 @@ AGAIN = frozenset((Outcome.IN_USE, Outcome.BUSY))
 _FAULTS = _PROBLEMS - AGAIN
 """Outcomes whose details are told as the command's error; that a chunk is in use is none."""
 
-_OUTCOME, _TIERS, _BYTES = attrgetter("outcome"), attrgetter("tiers"), attrgetter("bytes")
-
 
 class Tally:
     """The newest outcome of every chunk of one command. A chunk that is tried again counts once, as it ended.
@@ -33,11 +30,12 @@ class Tally:
     chunk this was a third of a worker's time.
     """
 
-    def __init__(self, requested: int) -> None:
-        self.requested = requested
+    def __init__(self, chunks: Sequence[ChunkHash]) -> None:
+        self.requested = len(chunks)
+        self._chunks = chunks
         self.bytes = 0
         self.pairs = 0
-        self._found: list[ChunkOutcome | None] = [None] * requested
+        self._found: list[ChunkOutcome | None] = [None] * len(chunks)
         self._kinds: set[Outcome] = set()
         """All outcomes that there have been; some may have been overtaken."""
         self._whole = False
@@ -61,10 +59,15 @@ class Tally:
     def put_run(self, start: int, outcomes: list[ChunkOutcome]) -> None:
         """What became of chunks that are met for the first time: those from number `start` on."""
         self._found[start : start + len(outcomes)] = outcomes
-        self._kinds.update(map(_OUTCOME, outcomes))
         self._whole = len(outcomes) == self.requested
-        self.bytes += sum(map(_BYTES, outcomes))
-        self.pairs += sum(map(_TIERS, outcomes))
+        if outcomes and outcomes.count(outcomes[0]) == len(outcomes):
+            alike, many = outcomes[:1], len(outcomes)
+        else:
+            alike, many = outcomes, 1
+        for outcome in alike:
+            self._kinds.add(outcome.outcome)
+            self.bytes += outcome.bytes * many
+            self.pairs += outcome.tiers * many
 
     def open_places(self) -> list[int]:
         """The chunks that are in use or busy."""
@@ -115,7 +118,10 @@ class Tally:
         return Counter(found.outcome for found in self._found if found is not None)
 
     def _named(self, kind: Outcome) -> Iterable[ChunkHash]:
-        named = (found.chunk_hash for found in self._found if found is not None and found.outcome is kind)
+        if self._whole and len(self._kinds) == 1:
+            return self._chunks[:MAX_RESULT_HASHES]
+        ended = zip(self._chunks, self._found, strict=True)
+        named = (chunk for chunk, found in ended if found is not None and found.outcome is kind)
         return islice(named, MAX_RESULT_HASHES)
 
     def _fault(self) -> KVBusError | None:

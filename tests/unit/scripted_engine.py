@@ -57,13 +57,13 @@ class ScriptedEngine:
         assert self.gate.wait(20), "nobody opened the gate"
         self._wait_for(chunk)
         if chunk in self.busy:
-            return ChunkOutcome(chunk, Outcome.BUSY)
+            return ChunkOutcome(Outcome.BUSY)
         if chunk in self.ddr:
-            return ChunkOutcome(chunk, Outcome.RESIDENT)
+            return ChunkOutcome(Outcome.RESIDENT)
         if chunk not in self.ssd:
-            return ChunkOutcome(chunk, Outcome.MISSING)
+            return ChunkOutcome(Outcome.MISSING)
         self.ddr.add(chunk)
-        return ChunkOutcome(chunk, Outcome.LOADED, bytes=100)
+        return ChunkOutcome(Outcome.LOADED, bytes=100)
 
     def evict(
         self, chunks: Sequence[ChunkHash], *, tags: Tags = (), locations: tuple[str, ...] | None = None
@@ -80,13 +80,13 @@ class ScriptedEngine:
     def _evict(self, chunk: ChunkHash, locations: tuple[str, ...]) -> ChunkOutcome:
         self._wait_for(chunk)
         if chunk in self.pinned:
-            return ChunkOutcome(chunk, Outcome.IN_USE, detail="pinned")
+            return ChunkOutcome(Outcome.IN_USE, detail="pinned")
         removed = 0
         for name, tier in ((DDR, self.ddr), (SSD, self.ssd)):
             if name in locations and chunk in tier:
                 tier.discard(chunk)
                 removed += 1
-        return ChunkOutcome(chunk, Outcome.EVICTED if removed else Outcome.MISSING, tiers=removed)
+        return ChunkOutcome(Outcome.EVICTED if removed else Outcome.MISSING, tiers=removed)
 
     def lookup(self, chunks: Sequence[ChunkHash], *, tags: Tags = ()) -> list[ChunkLocation]:
         tiers = ((DDR, self.ddr), (SSD, self.ssd))

@@ -16,12 +16,13 @@ PROBLEMS = frozenset(Outcome) - {Outcome.LOADED, Outcome.RESIDENT, Outcome.EVICT
 
 outcomes = st.builds(
     ChunkOutcome,
-    chunk_hash=st.integers(min_value=-(2**63), max_value=2**63 - 1),
     outcome=st.sampled_from(Outcome),
     tiers=st.integers(min_value=0, max_value=2),
     bytes=st.integers(min_value=0, max_value=1000),
     detail=st.sampled_from(("", "its file was gone")),
 )
+
+hashes = st.integers(min_value=-(2**63), max_value=2**63 - 1)
 
 
 def result_of(tally: Tally) -> CommandResult:
@@ -37,7 +38,10 @@ def test_counts_lists_and_status_are_those_of_how_each_chunk_ended(
     first: list[ChunkOutcome], run: int, data: st.DataObject
 ) -> None:
     """A model that counts the chunks one by one, as they ended."""
-    tally = Tally(len(first))
+    chunks = data.draw(
+        st.lists(st.integers(min_value=-(2**63), max_value=2**63 - 1), min_size=len(first), max_size=len(first))
+    )
+    tally = Tally(chunks)
     for start in range(0, len(first), run):
         tally.put_run(start, first[start : start + run])
     ended = list(first)
@@ -60,7 +64,8 @@ def test_counts_lists_and_status_are_those_of_how_each_chunk_ended(
     assert result.counts.evicted_pairs == sum(found.tiers for found in tried)
     assert tally.open_places() == [place for place, found in enumerate(ended) if found.outcome in AGAIN]
     for name in result.chunks.__struct_fields__:
-        assert getattr(result.chunks, name) == tuple(found.chunk_hash for found in ended if found.outcome.value == name)
+        named = tuple(chunk for chunk, found in zip(chunks, ended, strict=True) if found.outcome.value == name)
+        assert getattr(result.chunks, name) == named
     if all(found.outcome is Outcome.FAILED for found in ended):
         assert result.status is Status.FAILED
     else:
@@ -70,7 +75,7 @@ def test_counts_lists_and_status_are_those_of_how_each_chunk_ended(
 
 @given(st.lists(outcomes, max_size=20), st.integers(min_value=0, max_value=20))
 def test_what_was_not_come_to_counts_as_nothing(found: list[ChunkOutcome], more: int) -> None:
-    tally = Tally(len(found) + more)
+    tally = Tally(range(len(found) + more))
     for place, outcome in enumerate(found):
         tally.put(place, outcome)
     assert tally.untried() == list(range(len(found), len(found) + more))
@@ -79,8 +84,8 @@ def test_what_was_not_come_to_counts_as_nothing(found: list[ChunkOutcome], more:
 
 
 def test_many_named_hashes_are_cut_and_counted() -> None:
-    tally = Tally(3000)
-    tally.put_run(0, [ChunkOutcome(place, Outcome.MISSING) for place in range(3000)])
+    tally = Tally(range(3000))
+    tally.put_run(0, [ChunkOutcome(Outcome.MISSING)] * 3000)
     result = result_of(tally)
     assert (result.counts.missing, result.status) == (3000, Status.DONE)
     assert result.chunks.missing == tuple(range(MAX_RESULT_HASHES))
@@ -88,6 +93,6 @@ def test_many_named_hashes_are_cut_and_counted() -> None:
 
 @given(st.text(alphabet=st.characters(), max_size=40) | st.just("\udcff" * 2000))
 def test_whatever_was_raised_can_be_sent_and_read(text: str) -> None:
-    result = Tally(1).result("c", Evict(chunk_hashes=(1,)), status=Status.FAILED, error=failure(OSError(text)))
+    result = Tally((1,)).result("c", Evict(chunk_hashes=(1,)), status=Status.FAILED, error=failure(OSError(text)))
     message = Results(worker="w/0", instance="w", rank=0, epoch=1, results=(result,))
     assert decode_entry("1-1", encode_entry(message, message_id="m")).message == message
