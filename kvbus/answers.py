@@ -32,6 +32,8 @@ HOLD_S = 5.0
 DEAD_AFTER_S = 2.0
 """After an outage of the bus all heartbeats have lapsed: only one that stays away this long counts as dead."""
 LIVENESS_EVERY_S = 0.5
+LOOKS = 32
+"""How many old commands are looked at, whether they may be forgotten, when one more comes."""
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -108,12 +110,21 @@ class _Record:
         self.number = 0
         """Of the newest state that was told."""
         self.watchers: list[_Watcher] = []
+        self.waiting: list[threading.Lock] = []
+        """Each held by a thread that waits until it is settled."""
 
     def done(self) -> frozenset[str]:
         return frozenset(name for name, answer in self.answers.items() if answer.result.status.final)
 
     def missing(self) -> frozenset[str]:
         return self.expected - self.done()
+
+    def settled(self) -> bool:
+        """Nobody is waited for any more."""
+        return all(
+            name in self.dead or ((answer := self.answers.get(name)) is not None and answer.result.status.final)
+            for name in self.expected
+        )
 
     def state(self) -> CommandState:
         done = self.done()
@@ -180,16 +191,18 @@ class Answers:
             for command_id in command_ids:
                 self._record(command_id).hold_until = until
 
-    def owed_by(self, command_id: str, members: tuple[Member, ...]) -> None:
-        """Who was registered when the command was written."""
+    def owed_by(self, members: tuple[Member, ...], *command_ids: str) -> None:
+        """Who was registered when the commands were written."""
         silent = self.heard_of(members)
+        stuck = frozenset(member.name for member in members if member.alive and member.registration.stuck)
+        heard = frozenset(name for name, seconds in silent.items() if seconds < DEAD_AFTER_S)
+        absent = tuple(name for name in silent if name not in heard)
+        calls: list[_Call] = []
         with self._lock:
-            record = self._record(command_id)
-            record.stuck = frozenset(member.name for member in members if member.alive and member.registration.stuck)
-            heard = {member.name for member in members if silent[member.name] < DEAD_AFTER_S}
-            record.expected = frozenset(heard - record.stuck)
-            record.absent = tuple(member.name for member in members if member.name not in heard)
-            calls = self._calls(record)
+            for command_id in command_ids:
+                record = self._record(command_id)
+                record.expected, record.absent, record.stuck = heard - stuck, absent, stuck
+                calls += self._calls(record)
         self._tell(calls)
 
     def heard_of(self, members: tuple[Member, ...]) -> dict[str, float]:
@@ -223,8 +236,7 @@ class Answers:
             with self._lock:
                 if watcher in record.watchers:
                     record.watchers.remove(watcher)
-                    if not record.watchers:
-                        self._watched.discard(command_id)
+                    self._unwatched(record)
 
         try:
             watcher.tell(number, state)
@@ -241,20 +253,23 @@ class Answers:
 
     def wait(self, command_id: str, timeout_s: float) -> CommandState:
         """Until nobody is waited for any more, or the time is over."""
-        changed = threading.Event()
-        latest: list[CommandState] = []
-
-        def see(state: CommandState) -> None:
-            latest[:] = [state]
-            if state.settled:
-                changed.set()
-
-        end = self.watch(command_id, see)
+        settled = threading.Lock()  # held until then: waking by an Event takes two more switches of threads
+        with self._lock:
+            record = self._record(command_id)
+            if record.settled() or timeout_s <= 0:
+                return record.state()
+            settled.acquire()
+            record.waiting.append(settled)
+            self._watched.add(command_id)
         try:
-            changed.wait(timeout_s)
+            settled.acquire(timeout=min(timeout_s, threading.TIMEOUT_MAX))
         finally:
-            end()
-        return latest[0]
+            with self._lock:
+                if settled in record.waiting:
+                    record.waiting.remove(settled)
+                self._unwatched(record)
+        with self._lock:
+            return record.state()
 
     # -- the reader's thread -----------------------------------------------------------------------------------
 
@@ -345,7 +360,11 @@ class Answers:
         self._tell(calls)
 
     def _calls(self, record: _Record) -> list[_Call]:
-        """Under the lock: who is to be told of the record's new state, once the lock is free."""
+        """Under the lock: who is to be told of the record's new state, once the lock is free; who waits is woken."""
+        if record.waiting and record.settled():
+            for settled in record.waiting:
+                settled.release()
+            record.waiting.clear()
         if not record.watchers:
             return []
         record.number += 1
@@ -359,6 +378,10 @@ class Answers:
             except Exception:  # noqa: BLE001 - one watcher's fault must not keep the others from their answers
                 self.counters.add("watchers_failed")
                 _log.exception("a watcher of command %s failed", state.command_id)
+
+    def _unwatched(self, record: _Record) -> None:
+        if not (record.watchers or record.waiting):
+            self._watched.discard(record.command_id)
 
     def _record(self, command_id: str) -> _Record:
         record = self._records.get(command_id)
@@ -374,17 +397,18 @@ class Answers:
 
     def _forget_oldest(self) -> None:
         """Keep within the bounds, whatever comes in; a command that somebody watches stays."""
-        while len(self._records) > KEEP_COMMANDS or self._weight > KEEP_WEIGHT:
-            now, newest = time.monotonic(), next(reversed(self._records))
-            may_go = (
-                own_id
-                for own_id, record in self._records.items()
-                if own_id not in self._watched and own_id != newest and record.hold_until < now
-            )
-            oldest = next(may_go, None)
-            if oldest is None:
+        if len(self._records) <= KEEP_COMMANDS and self._weight <= KEEP_WEIGHT:
+            return
+        now, newest = time.monotonic(), next(reversed(self._records))
+        # Not all at once: where thousands are held, looking through them for each that comes would be all that is done.
+        for _ in range(min(LOOKS, len(self._records))):
+            own_id, record = next(iter(self._records.items()))
+            if own_id in self._watched or own_id == newest or record.hold_until >= now:
+                self._records.move_to_end(own_id)
+                continue
+            self._weight -= self._records.pop(own_id).weight
+            if len(self._records) <= KEEP_COMMANDS and self._weight <= KEEP_WEIGHT:
                 return
-            self._weight -= self._records.pop(oldest).weight
 
 
 _NOTHING_LISTED = ChunkLists()

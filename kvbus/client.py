@@ -12,6 +12,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import groupby
 from queue import Empty, SimpleQueue
 from types import TracebackType
 
@@ -237,11 +238,12 @@ class KVBus:
                     raise
                 time.sleep(backoff * random.uniform(0.5, 1.0))
                 backoff = min(backoff * 2, 0.5)
-        handles = []
-        for command, own_id, one in zip(commands, ids, issued, strict=True):
-            self.answers.owed_by(own_id, one.members)
-            handles.append(CommandHandle(self.answers, command, own_id, one))
-        return handles
+        for members, group in groupby(zip(ids, issued, strict=True), lambda pair: pair[1].members):
+            self.answers.owed_by(members, *(own_id for own_id, _ in group))
+        return [
+            CommandHandle(self.answers, command, own_id, one)
+            for command, own_id, one in zip(commands, ids, issued, strict=True)
+        ]
 
     def _stamped(self, command: Command) -> Command:
         if command.issued_at_ms is not None:

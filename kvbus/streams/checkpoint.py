@@ -149,6 +149,7 @@ return {'OK', string.format('%d', t[1] * 1000 + math.floor(t[2] / 1000))}
     allow_oom=True,
 )
 
+# The checkpoint's time to live is the heartbeat's business, once a second is enough.
 # A revision beyond ours: a registration of ours that arrived late took the name back from a successor. Its work counts.
 # Results are written first: if that fails, nothing has happened. A dead letter or an event that cannot be written
 # must not hold up results for ever, so that failure is counted and answered, not raised.
@@ -167,7 +168,7 @@ if tonumber(rev) > tonumber(ARGV[2]) then return {'FENCED', 'revision ' .. rev} 
 if rev ~= ARGV[2] then return {'STALE', rev} end
 local failed = ''
 for i = 14, #ARGV, 6 do
-  local key, once = KEYS[tonumber(ARGV[i])], ARGV[i + 2]
+  local key, maxlen, once = KEYS[tonumber(ARGV[i])], ARGV[i + 1], ARGV[i + 2]
   local fresh = true
   if once ~= '' then
     fresh = redis.call('ZADD', KEYS[5], 'NX', ARGV[11], once) == 1
@@ -175,21 +176,18 @@ for i = 14, #ARGV, 6 do
     redis.call('PEXPIRE', KEYS[5], ARGV[10])
   end
   if fresh then
-    local fields = {'v', 'VERSION', 'type', ARGV[i + 3], 'id', ARGV[i + 4], 'body', ARGV[i + 5]}
-    local head = {'XADD', key, '*'}
-    if ARGV[i + 1] ~= '0' then head = {'XADD', key, 'MAXLEN', '~', ARGV[i + 1], '*'} end
-    for _, field in ipairs(fields) do head[#head + 1] = field end
-    if key == KEYS[2] then
-      redis.call(unpack(head))
+    local call, answer = key == KEYS[2] and redis.call or redis.pcall, nil
+    if maxlen == '0' then
+      answer = call('XADD', key, '*', 'v', 'VERSION', 'type', ARGV[i + 3], 'id', ARGV[i + 4], 'body', ARGV[i + 5])
     else
-      local answer = redis.pcall(unpack(head))
-      if type(answer) == 'table' and answer.err then failed = failed .. key .. ': ' .. tostring(answer.err) .. '; ' end
+      answer = call('XADD', key, 'MAXLEN', '~', maxlen, '*',
+        'v', 'VERSION', 'type', ARGV[i + 3], 'id', ARGV[i + 4], 'body', ARGV[i + 5])
     end
+    if type(answer) == 'table' and answer.err then failed = failed .. key .. ': ' .. tostring(answer.err) .. '; ' end
   end
 end
 redis.call('HSET', worker, 'rev', ARGV[3], 'cursor', ARGV[4], 'at', ARGV[5], 'entries', ARGV[6], 'pending', ARGV[7],
   'attempts', ARGV[8], 'suspect_to', ARGV[13], 'clean', ARGV[9], 'fresh', '0')
-redis.call('PEXPIRE', worker, ARGV[10])
 return {'OK', failed}
 """.replace("VERSION", PROTOCOL_VERSION).replace("KEEP_DEAD_SEEN", str(KEEP_DEAD_SEEN)),
     allow_oom=True,

@@ -8,7 +8,8 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from types import TracebackType
 from typing import Any
 from urllib.parse import parse_qsl, unquote, urlencode, urlsplit, urlunsplit
 
@@ -18,10 +19,10 @@ from redis.cluster import ClusterNode, RedisCluster
 from redis.retry import Retry
 from redis.sentinel import Sentinel
 
-from kvbus.errors import BusFull, BusRefused, BusUnavailable, ConfigError
+from kvbus.errors import BusError, BusFull, BusRefused, BusUnavailable, ConfigError
 from kvbus.settings import Settings, redact_url
 from kvbus.streams.keys import Keys
-from kvbus.streams.line import Line, can_hold
+from kvbus.streams.line import Line, Packed, can_hold
 
 Client = Any
 """redis.Redis or redis.RedisCluster: the two share no base class. Replies are bytes, RESP2."""
@@ -46,24 +47,44 @@ _UNAVAILABLE = (
 _PASSING = ("UNBLOCKED", "NOREPLICAS", "MASTERDOWN", "LOADING", "CLUSTERDOWN", "TRYAGAIN", "BUSY ")
 
 
-@contextlib.contextmanager
-def bus_errors(what: str) -> Iterator[None]:
-    """Turn whatever redis-py raises into a BusError that says what failed."""
-    try:
-        yield
-    except (redis.AuthenticationError, redis.exceptions.NoPermissionError) as error:
-        raise BusRefused(f"{what}: {error}", hint="Check the user, its password and its ACL on the server.") from error
-    except _UNAVAILABLE as error:
-        raise BusUnavailable(f"{what}: {type(error).__name__}: {error}") from error
-    except redis.exceptions.OutOfMemoryError as error:
-        raise BusFull(f"{what}: {error}") from error
-    except redis.RedisError as error:
-        text = str(error)
-        if text.startswith(_PASSING):
-            raise BusUnavailable(f"{what}: {text}") from error
-        if text.startswith("OOM") or "OOM command not allowed" in text:
-            raise BusFull(f"{what}: {text}") from error
-        raise BusRefused(f"{what}: {text}") from error
+class bus_errors:
+    """Turn whatever redis-py raises into a BusError that says what failed.
+
+    A class of its own: a generator's context manager would be a tenth of what a worker's two calls cost.
+    """
+
+    __slots__ = ("_what",)
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            found = _bus_error(self._what, error)
+            if found is not None:
+                raise found from error
+
+
+def _bus_error(what: str, error: BaseException) -> BusError | None:
+    if isinstance(error, redis.AuthenticationError | redis.exceptions.NoPermissionError):
+        return BusRefused(f"{what}: {error}", hint="Check the user, its password and its ACL on the server.")
+    if isinstance(error, _UNAVAILABLE):
+        return BusUnavailable(f"{what}: {type(error).__name__}: {error}")
+    if isinstance(error, redis.exceptions.OutOfMemoryError):
+        return BusFull(f"{what}: {error}")
+    if not isinstance(error, redis.RedisError):
+        return None
+    text = str(error)
+    if text.startswith(_PASSING):
+        return BusUnavailable(f"{what}: {text}")
+    if text.startswith("OOM") or "OOM command not allowed" in text:
+        return BusFull(f"{what}: {text}")
+    return BusRefused(f"{what}: {text}")
 
 
 def connect(settings: Settings, *, client_name: str, reply_timeout_s: float) -> Client:
@@ -151,6 +172,7 @@ def _sentinel(url: str, options: dict[str, Any]) -> Client:
     return sentinel.master_for(path[0], db=int(path[1]) if len(path) > 1 else 0)  # type: ignore[no-untyped-call]
 
 
+_MAX_HEADS = 64
 _FLAGS_UNKNOWN = "unexpected symbol near '#'"
 
 
@@ -166,6 +188,7 @@ class Script:
         self._digests = [hashlib.sha1(text.encode()).hexdigest() for text in self._sources]
         # By connection pool: one process may talk to a server that knows the flags, and to fakeredis, which does not.
         self._without_flags: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._heads: dict[tuple[str, ...], Packed] = {}
 
     def queue(self, pipe: Client, keys: Sequence[str], args: Sequence[Argument]) -> None:
         """Add the call to a pipeline. The script must have run once before on this server, see `load`."""
@@ -189,11 +212,21 @@ class Script:
     def run_on(self, line: Line, keys: Sequence[str], args: Sequence[Argument]) -> Any:
         """The same over a connection that is held. Raises what redis-py raises."""
         try:
-            return line.call(("EVALSHA", self._digests[self._form(line.client)], len(keys), *keys, *args))
+            return line.call((self._head(self._digests[self._form(line.client)], keys), *args))
         except redis.ResponseError as error:
             if isinstance(error, redis.exceptions.NoScriptError) or _FLAGS_UNKNOWN in str(error):
                 return self.run(line.client, keys, args)  # nothing of it has been run
             raise
+
+    def _head(self, digest: str, keys: Sequence[str]) -> Packed:
+        """The call up to its arguments: the same at every call of one process, as a rule."""
+        named = (digest, *keys)
+        head = self._heads.get(named)
+        if head is None:
+            if len(self._heads) >= _MAX_HEADS:
+                self._heads.clear()  # names of workers come and go
+            head = self._heads[named] = Packed.of(("EVALSHA", digest, len(keys), *keys))
+        return head
 
     def _form(self, client: Client) -> int:
         return int(getattr(client, "connection_pool", None) in self._without_flags) if self._without_flags else 0

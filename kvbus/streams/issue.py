@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
@@ -23,22 +24,24 @@ BATCH_BYTES = 1 << 20
 _ISSUE = Script(
     """
 local alive, living = {}, 0
-for i = 3, #KEYS do
-  alive[i - 2] = redis.call('EXISTS', KEYS[i])
-  living = living + alive[i - 2]
+for first = 3, #KEYS, 1000 do
+  for i, holder in ipairs(redis.call('MGET', unpack(KEYS, first, math.min(first + 999, #KEYS)))) do
+    alive[first - 3 + i] = holder and 1 or 0
+    living = living + alive[first - 3 + i]
+  end
 end
-local head = {'XADD', KEYS[1], '*'}
-if ARGV[1] ~= '0' then head = {'XADD', KEYS[1], 'MAXLEN', '~', ARGV[1], '*'} end
 local ids, at = {}, 2
 while at <= #ARGV do
-  local words, id = tonumber(ARGV[at + 1]), ''
+  local last, id = at + 1 + tonumber(ARGV[at + 1]), ''
   if ARGV[at] == '0' or living > 0 then
-    local entry = {unpack(head)}
-    for i = at + 2, at + 1 + words do entry[#entry + 1] = ARGV[i] end
-    id = redis.call(unpack(entry))
+    if ARGV[1] == '0' then
+      id = redis.call('XADD', KEYS[1], '*', unpack(ARGV, at + 2, last))
+    else
+      id = redis.call('XADD', KEYS[1], 'MAXLEN', '~', ARGV[1], '*', unpack(ARGV, at + 2, last))
+    end
   end
   ids[#ids + 1] = id
-  at = at + 2 + words
+  at = last + 1
 end
 return {ids, redis.call('HGETALL', KEYS[2]), alive}
 """
@@ -82,13 +85,15 @@ class Issuer:
         self._line: Line | None = None
         self._queue: list[_Waiting] = []
         self._names: tuple[str, ...] = ()
+        self._keys: tuple[str, ...] = ()
+        self._last_roll: tuple[tuple[str, ...], list[Any]] | None = None
+        """What the script was asked and answered when the members were last worked out."""
         self._last_members: tuple[Member, ...] = ()
 
     def members(self) -> tuple[Member, ...]:
         """Who is registered now, and who of them is alive. Raises BusError."""
         members = self._membership.read()
-        with self._lock:
-            self._names = tuple(member.name for member in members)
+        self._know(tuple(member.name for member in members))
         return members
 
     def issue(self, fields: Fields, *, need_alive: bool = False) -> Issued:
@@ -154,6 +159,20 @@ class Issuer:
         for item in (*items, *behind):
             item.error = error
 
+    def _call_roll(self, names: tuple[str, ...], raw: list[bytes], flags: list[int]) -> tuple[Member, ...]:
+        """Members from what the script says of the registered, and of those names that it was asked about."""
+        alive = {name: flag == 1 for name, flag in zip(names, flags, strict=True)}
+        members = self._membership.members(dict(zip(raw[::2], raw[1::2], strict=True)), alive)
+        self._know(tuple(member.name for member in members))
+        return members
+
+    def _know(self, names: tuple[str, ...]) -> None:
+        keys = self._bus.keys
+        with self._lock:
+            if names != self._names:
+                self._names = names
+                self._keys = (keys.commands, keys.workers, *map(keys.live, names))
+
     def _held_line(self) -> Line | None:
         """For steps alone, one at a time."""
         if self._line is None or self._line.client is not self._bus.client:
@@ -162,7 +181,9 @@ class Issuer:
 
     def _write(self, batch: Sequence[_Waiting]) -> list[_Waiting]:
         """Those that were not written, for want of workers."""
-        keys, names = self._bus.keys, self._names
+        keys = self._bus.keys
+        with self._lock:
+            names, words = self._names, self._keys or (keys.commands, keys.workers)
         args: list[str | bytes | int] = [self._log.maxlen(keys.commands, sum(item.size for item in batch))]
         for item in batch:
             args += [int(item.need_alive), 2 * len(item.fields)]
@@ -170,17 +191,14 @@ class Issuer:
                 args += [name, value]
         with bus_errors(f"XADD {keys.commands}"):
             line = self._held_line()
-            words = [keys.commands, keys.workers, *(keys.live(name) for name in names)]
             answer = _ISSUE.run(self._bus.client, words, args) if line is None else _ISSUE.run_on(line, words, args)
-        ids, raw, flags = answer
-        registered = dict(zip(raw[::2], raw[1::2], strict=True))
-        alive = {name: flag == 1 for name, flag in zip(names, flags, strict=True)}
-        members = self._membership.members(registered, alive)
-        found = tuple(member.name for member in members)
-        if found != names:
-            with self._lock:
-                self._names = found
-        self._last_members = members
+        ids, *roll = answer
+        if (names, roll) != self._last_roll:
+            self._last_members = self._call_roll(names, *roll)
+            # What the script was not asked about is not in its answer: that has to be seen anew.
+            whole = names == tuple(member.name for member in self._last_members)
+            self._last_roll = (names, roll) if whole else None
+        members = self._last_members
         unwritten = []
         for item, entry_id in zip(batch, ids, strict=True):
             if entry_id:

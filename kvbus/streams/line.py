@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import redis
 
@@ -24,6 +24,17 @@ def can_hold(client: Any) -> bool:
     return type(client) is redis.Redis
 
 
+class Packed(NamedTuple):
+    """Words that are the same at every call, packed once."""
+
+    words: int
+    raw: bytes
+
+    @classmethod
+    def of(cls, words: Sequence[Word]) -> Packed:
+        return cls(len(words), pack(words).partition(b"\r\n")[2])
+
+
 class Line:
     """A connection out of a plain client's pool. For one thread at a time; after an error the next call connects anew.
 
@@ -36,7 +47,7 @@ class Line:
         self._pid = 0
         self._used_at = 0.0
 
-    def call(self, words: Sequence[Word]) -> Any:
+    def call(self, words: Sequence[Word | Packed]) -> Any:
         """Send one command and return its reply, as the server gave it. Raises what redis-py raises."""
         connection = self._taken()
         try:
@@ -75,10 +86,19 @@ class Line:
         return self._connection
 
 
-def pack(words: Sequence[Word]) -> bytes:
+def pack(words: Sequence[Word | Packed]) -> bytes:
     """A command in the server's protocol."""
-    raw = [word if type(word) is bytes else str(word).encode() for word in words]
-    return b"*%d\r\n" % len(raw) + b"".join([b"$%d\r\n%b\r\n" % (len(word), word) for word in raw])
+    parts = [b""]
+    count = len(words)
+    for word in words:
+        if type(word) is Packed:
+            count += word.words - 1
+            parts.append(word.raw)
+            continue
+        raw = word if type(word) is bytes else str(word).encode()
+        parts.append(b"$%d\r\n%b\r\n" % (len(raw), raw))
+    parts[0] = b"*%d\r\n" % count
+    return b"".join(parts)
 
 
 def entries_of(reply: Any) -> list[tuple[bytes, list[tuple[bytes, dict[bytes, bytes]]]]]:

@@ -88,6 +88,8 @@ class WorkerLog:
     def open(self) -> Taken | None:
         """Take the name, and the place to go on from. Taken: a living process has it, try later. Raises BusError."""
         start = end_position(self.bus, self.bus.keys.commands)
+        if not self.registration.started_at_ms:  # by the server's clock, for this machine's may be wrong
+            self.registration = msgspec.structs.replace(self.registration, started_at_ms=self.bus.now_ms())
         found = self._register(start)
         if isinstance(found, Taken):
             return found

@@ -295,5 +295,5 @@ def test_an_entry_without_issue_time_counts_from_when_it_was_read(client: KVBus,
     client.answers.start()
     fields = encode_entry(Prefetch(chunk_hashes=(1,), ttl_ms=60_000), message_id="by-hand")
     client.log.append(bus.keys.commands, fields)
-    client.answers.owed_by("by-hand", client.workers())
+    client.answers.owed_by(client.workers(), "by-hand")
     assert result_of(client.answers.wait("by-hand", 10)).counts.loaded == 1
