@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 import kvbus
-from kvbus.errors import BusError, Fenced, HistoryLost
+from kvbus.errors import BusError, BusUnavailable, Fenced, HistoryLost
 from kvbus.metrics import Counters, RateLimitedLog
 from kvbus.settings import Settings, default_instance, load_settings
 from kvbus.streams.connection import Bus
@@ -31,6 +31,9 @@ from worker_plugin.engine_types import Engine
 from worker_plugin.executor import Executor
 
 _log = logging.getLogger(__name__)
+
+ANSWER_EVERY_S = 0.01
+"""Of a batch whose commands take longer, the first are answered before the last are carried out."""
 
 
 class WorkerState(StrEnum):
@@ -219,13 +222,24 @@ class Worker:
     def _round(self) -> None:
         careful = self._worker_log.careful
         tasks = self._worker_log.read(block_ms=self._executor.wait_ms(self.settings.block_ms))
+        answer_at = time.monotonic() + ANSWER_EVERY_S
         for task in tasks:
             if self._stop.is_set():
                 return  # the rest stays in hand
             self._executor.run(task)
             if careful:
                 self._executor.settle()
+            if time.monotonic() > answer_at and task is not tasks[-1]:
+                answer_at = self._answer_meanwhile()
         self._executor.retry()
+
+    def _answer_meanwhile(self) -> float:
+        """Commit what is done though more is in hand; returns when to do so again."""
+        try:
+            self._worker_log.flush()
+        except (BusUnavailable, HistoryLost):
+            return float("inf")  # the tasks behind are carried out all the same; the next read finds out again
+        return time.monotonic() + ANSWER_EVERY_S
 
     def _fence(self, error: Fenced) -> None:
         with self._fence_lock:

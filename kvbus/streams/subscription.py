@@ -15,7 +15,7 @@ from kvbus.streams.line import Line, can_hold, entries_of
 from kvbus.streams.log import Entry, StreamState, pairs, parse_state, stream_state
 from kvbus.streams.position import UNKNOWN, Gap, GapKind, Position, after_gap, at_end, at_start, find_gap, id_key
 
-BATCH = 32
+BATCH = 64
 """Entries a read: bodies may have 1.5 MiB, and large reads by slow readers make the server grow."""
 CHECK_EVERY_S = 1.0
 """How often a reader compares its place with the server's counters while entries come."""
