@@ -334,6 +334,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=10, help="how long the server is away")
     parser.add_argument("--rate", type=int, default=200, help="finished requests a second, of each publisher")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # not without taking everyone along
     with tempfile.TemporaryDirectory(prefix="kvbus-outage-") as directory:
         outage = Outage(Path(directory), args.minutes, args.rate)
         try:
