@@ -30,7 +30,15 @@ from worker_plugin.engine_tiers import (
     settle_requests,
 )
 from worker_plugin.engine_types import ChunkOutcome, Tags
-from worker_plugin.lmcache_access import CPU_TIER, DISK_TIER, CacheEngine, CpuBackend, DiskBackend, Key
+from worker_plugin.lmcache_access import (
+    CPU_TIER,
+    DISK_TIER,
+    CacheEngine,
+    CpuBackend,
+    DiskBackend,
+    Key,
+    MemoryObject,
+)
 
 log = logging.getLogger(__name__)
 
@@ -44,21 +52,21 @@ _GRAVEST = (Outcome.TIER_STUCK, Outcome.FAILED, Outcome.IN_USE, Outcome.BUSY, Ou
 
 
 class _Chunk:
-    """One chunk's way through an evict."""
+    """One chunk's way through an evict. What few chunks need is made when it is needed: thousands come at a time."""
 
     __slots__ = ("details", "ident", "kept", "parts", "pinned_on_disk", "tiers")
 
-    def __init__(self, ident: Hashable, parts: list[Key]) -> None:
+    def __init__(self, ident: Hashable, parts: Sequence[Key]) -> None:
         self.ident = ident
         self.parts = parts
         self.tiers = 0
-        self.kept: list[Outcome] = []
-        self.details: list[str] = []
+        self.kept: tuple[Outcome, ...] = ()
+        self.details: tuple[str, ...] = ()
         self.pinned_on_disk = False
 
     def keep(self, outcome: Outcome, detail: str) -> None:
-        self.kept.append(outcome)
-        self.details.append(detail)
+        self.kept += (outcome,)
+        self.details += (detail,)
 
     @property
     def in_use(self) -> bool:
@@ -75,6 +83,19 @@ class _Chunk:
         else:
             found = Outcome.EVICTED if self.tiers else Outcome.MISSING
         return ChunkOutcome(found, self.tiers, detail="; ".join(self.details))
+
+
+_NOT_THERE = -1
+
+
+def _most_pins(cpu: CpuBackend, parts: Sequence[Key]) -> int:
+    """The most pins on any of the chunk's parts in DDR, _NOT_THERE if it has none there."""
+    most = _NOT_THERE
+    for part in parts:
+        memory = cpu.hot_cache.get(part)
+        if memory is not None and memory.meta.pin_count > most:
+            most = memory.meta.pin_count
+    return most
 
 
 class Evictor:
@@ -138,32 +159,25 @@ class Evictor:
 
     def _look_at_cpu(self, cpu: CpuBackend, group: Sequence[_Chunk]) -> None:
         """Without the lock: it only spares a chunk its SSD copy; its DDR copy is looked at again under the lock."""
-        index = cpu.hot_cache
         for item in group:
-            if len(item.parts) == 1:
-                found = index.get(item.parts[0])
-                if found is not None and found.meta.pin_count > 0:
-                    item.keep(Outcome.IN_USE, f"pinned in {CPU_TIER}")
-                continue
-            if any(memory.meta.pin_count > 0 for part in item.parts if (memory := index.get(part)) is not None):
+            if _most_pins(cpu, item.parts) > 0:
                 item.keep(Outcome.IN_USE, f"pinned in {CPU_TIER}")
 
     def _from_cpu(self, cpu: CpuBackend, group: Sequence[_Chunk]) -> None:
         with self._ledger.guard:
-            freed = []
+            freed: list[MemoryObject] = []
             try:
                 with self._locks.hold(CPU_TIER, cpu.cpu_lock):
                     settle_requests(cpu, cpu.hot_cache)
-                    index = cpu.hot_cache
                     for item in group:
                         if item.in_use:
                             continue
-                        pins = [memory.meta.pin_count for part in item.parts if (memory := index.get(part)) is not None]
-                        if pins and max(pins) > 0:
+                        pins = _most_pins(cpu, item.parts)
+                        if pins > 0:
                             item.keep(Outcome.IN_USE, f"pinned in {CPU_TIER}")
                             continue
                         freed += self._ledger.evict(item.ident)
-                        if pins:
+                        if pins != _NOT_THERE:
                             remove_from_cpu(cpu, item.parts)
                             item.tiers += 1
             except TierStuck as stuck:
@@ -199,16 +213,16 @@ class Evictor:
                 if writing and not writing.isdisjoint(item.parts):
                     item.keep(Outcome.BUSY, "its file is being written")
                 found = [(part, entry) for part in item.parts if (entry := index.get(part)) is not None]
-                pinned = [entry for _, entry in found if entry.pin_count > 0]
-                if pinned and any(self._ledger.foreign_pins(entry) > 0 for entry in pinned):
-                    item.pinned_on_disk = True
-                elif wanted and found and not item.in_use:
+                for _, entry in found:
+                    if entry.pin_count > 0 and self._ledger.foreign_pins(entry) > 0:
+                        item.pinned_on_disk = True
+                if wanted and found and not item.in_use:
                     if bypassed:
                         item.keep(Outcome.UNSUPPORTED, f"{DISK_TIER} is bypassed: its health check failed")
                         continue
                     for part, entry in found:
                         if detail := remove_from_disk(disk, part, entry):
-                            item.details.append(detail)
+                            item.details += (detail,)
                     item.tiers += 1
 
     def _drop_stale_pins(self, disk: DiskBackend, pinned: Sequence[_Chunk]) -> bool:

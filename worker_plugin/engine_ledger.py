@@ -85,12 +85,12 @@ class Ledger:
                 self._holds.pop(ident, None)
         return objects
 
-    def evict(self, ident: Hashable) -> list[MemoryObject]:
+    def evict(self, ident: Hashable) -> Sequence[MemoryObject]:
         """The chunk leaves DDR: cancel its loads, end its holds; the caller gives the returned references back."""
         for load in self._loads.get(ident, ()):
             load.cancelled = True
         holds = self._holds.pop(ident, None)
-        return self._drop(holds) if holds else []
+        return self._drop(holds) if holds else ()
 
     def _drop(self, holds: Sequence[Hold]) -> list[MemoryObject]:
         self.held_bytes -= sum(hold.size for hold in holds)

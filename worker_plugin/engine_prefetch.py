@@ -10,7 +10,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from types import TracebackType
 from typing import NamedTuple, Self
 
@@ -77,7 +77,7 @@ class Session:
         self._keys = Keys(engine, tags)
         self._sources = sources
         self._max_share = max_share
-        self._order: dict[Hashable, list[Key]] = {}
+        self._order: dict[Hashable, Sequence[Key]] = {}
 
     def __enter__(self) -> Self:
         return self
@@ -144,7 +144,7 @@ class Session:
             with self._ledger.guard:
                 self._ledger.end(ident, load)
 
-    def _take_resident(self, cpu: CpuBackend, ident: Hashable, parts: list[Key], limit: int) -> bool:
+    def _take_resident(self, cpu: CpuBackend, ident: Hashable, parts: Sequence[Key], limit: int) -> bool:
         """Under the guard: where DDR has the chunk, hold it for the session. Beyond the share it is left unheld."""
         with self._locks.hold(CPU_TIER, cpu.cpu_lock):
             objects = [memory for part in parts if (memory := cpu.hot_cache.get(part)) is not None]
@@ -172,7 +172,7 @@ class Session:
         disk: DiskBackend,
         load: Load,
         ident: Hashable,
-        parts: list[Key],
+        parts: Sequence[Key],
         limit: int,
     ) -> Ended:
         with self._locks.hold(DISK_TIER, disk.disk_lock):
@@ -203,7 +203,7 @@ class Session:
         return ended
 
     def _finish(
-        self, disk: DiskBackend, parts: list[Key], entries: list[DiskEntry], ended: Ended, damage: str
+        self, disk: DiskBackend, parts: Sequence[Key], entries: list[DiskEntry], ended: Ended, damage: str
     ) -> Ended:
         """Unpin; count the hit, or take a damaged chunk out of the tier's index."""
         try:
@@ -223,7 +223,7 @@ class Session:
                 return Ended(Outcome.MISSING, detail=f"{damage}; {DISK_TIER} is stuck and keeps its entry")
         return ended
 
-    def _mend(self, disk: DiskBackend, parts: list[Key], entries: list[DiskEntry], damage: str) -> Ended:
+    def _mend(self, disk: DiskBackend, parts: Sequence[Key], entries: list[DiskEntry], damage: str) -> Ended:
         """Under disk_lock: forget a chunk whose data is gone or damaged, all layers of it."""
         if any_written(disk, parts):
             return Ended(Outcome.BUSY, detail=f"{damage}; it is being written anew")
@@ -246,7 +246,7 @@ class Session:
         disk: DiskBackend,
         load: Load,
         ident: Hashable,
-        parts: list[Key],
+        parts: Sequence[Key],
         entries: list[DiskEntry],
         limit: int,
     ) -> Ended:
@@ -288,7 +288,7 @@ class Session:
             for memory in objects:
                 memory.ref_count_down()
 
-    def _put(self, cpu: CpuBackend, parts: list[Key], objects: list[MemoryObject]) -> bool:
+    def _put(self, cpu: CpuBackend, parts: Sequence[Key], objects: list[MemoryObject]) -> bool:
         """Under the guard: into DDR's index. The allocation's own reference becomes the session's hold.
 
         Where the engine has put the same chunk there meanwhile, `objects` holds the engine's object afterwards.
@@ -307,7 +307,7 @@ class Session:
                     objects[place] = cached
         return True
 
-    def _allocate(self, cpu: CpuBackend, entry: DiskEntry, parts: list[Key]) -> list[MemoryObject]:
+    def _allocate(self, cpu: CpuBackend, entry: DiskEntry, parts: Sequence[Key]) -> list[MemoryObject]:
         """Memory for every part, or nothing. Chunks that nobody uses are pushed out for it; nothing is waited for."""
         if not self._engine.use_layerwise:
             memory = cpu.allocate(entry.shape, entry.dtype, entry.fmt, busy_loop=False)

@@ -118,9 +118,9 @@ class Keys:
         found = database.process_tokens(hashes=list(chunks), offsets=offsets, request_configs=self._configs)
         return [key for _, _, key in found]
 
-    def parts(self, key: Key) -> list[Key]:
+    def parts(self, key: Key) -> Sequence[Key]:
         """What the backends hold for the chunk: itself, or one key a layer."""
-        return list(key.split_layers(self._layers)) if self._layers else [key]
+        return tuple(key.split_layers(self._layers)) if self._layers else (key,)
 
     def ident(self, chunk: ChunkHash) -> Hashable:
         """The ledger's name for the chunk: LMCache's keys take a microsecond to hash and one to compare."""
