@@ -5,10 +5,12 @@ from __future__ import annotations
 import random
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import psutil
 
+from benchmarks.bare import Sender
 from benchmarks.children import Children
 from benchmarks.http_clients import Caller, evict_body, rate
 from benchmarks.load import Load
@@ -16,6 +18,7 @@ from benchmarks.rows import Row, compared, percentile, times_higher, times_lower
 from kvbus.client import CommandHandle, KVBus
 from kvbus.embedded import EmbeddedServer
 from kvbus.protocol import Evict
+from kvbus.protocol.codec import encode_body
 from kvbus.settings import load_settings
 
 HASHES = 100
@@ -81,12 +84,15 @@ def _at(server: EmbeddedServer, workers: int, load: Load, only: Callable[[str], 
     chunks = hashes()
     body = evict_body(chunks)
     ours, peer = Side(), Side()
+    floor: tuple[list[list[float]], list[list[float]]] = ([], [])
     arguments = ["--redis-url", server.url, "--namespace", namespace, "--workers", str(workers)]
     with (
         Children("benchmarks.counting", arguments, workers) as counting,
         Children("benchmarks.fanout", ["workers", "--workers", str(workers)], workers) as http,
         Children("benchmarks.fanout", ["scheduler", "--ports", ports(http)], 1) as scheduler,
         KVBus(load_settings({"redis_url": server.url, "namespace": namespace})) as bus,
+        bare(server, workers, fenced=False) as streams,
+        bare(server, workers, fenced=True) as fenced,
     ):
         port = int(scheduler.ready[0]["port"])
         caller = Caller(port)
@@ -97,12 +103,13 @@ def _at(server: EmbeddedServer, workers: int, load: Load, only: Callable[[str], 
         def one_request() -> None:
             caller.post("/memory/evict", body)
 
-        latencies_ms(one_command, 20)
-        latencies_ms(one_request, 20)
+        calls = (one_command, one_request, streams, fenced)
+        for call in calls:
+            latencies_ms(call, 20)
         for _ in range(load.rounds):
             if only("latency"):
-                ours.latencies.append(latencies_ms(one_command, load.calls))
-                peer.latencies.append(latencies_ms(one_request, load.calls))
+                for taken, call in zip((ours.latencies, peer.latencies, *floor), calls, strict=True):
+                    taken.append(latencies_ms(call, load.calls))
             if only("rate"):
                 for side, parts, run in (
                     (ours, (counting.pids, [server.pid or 0]), lambda: bus_rate(bus, chunks, workers, load.seconds)),
@@ -119,6 +126,10 @@ def _at(server: EmbeddedServer, workers: int, load: Load, only: Callable[[str], 
         for share, name, goal in ((0.1, "p10", None), (0.5, "p50", times_lower(4)), (0.99, "p99", times_lower(5))):
             mine, theirs = ([percentile(turn, share) for turn in side.latencies] for side in (ours, peer))
             found.append(compared(f"bus only: evict answered by all, {name}", workers, mine, theirs, "ms", goal))
+        theirs = [percentile(turn, 0.5) for turn in peer.latencies]
+        for least, what in zip(floor, ("by bare streams", "by bare streams, fenced"), strict=True):
+            mine = [percentile(turn, 0.5) for turn in least]
+            found.append(compared(f"bus only: an entry answered {what}, p50", workers, mine, theirs, "ms"))
     if ours.rates:
         goal = times_higher(RATE_GOALS.get(workers, 50))
         found.append(compared("bus only: answered everywhere", workers, ours.rates, peer.rates, "commands/s", goal))
@@ -130,6 +141,23 @@ def _at(server: EmbeddedServer, workers: int, load: Load, only: Callable[[str], 
         ):
             found.append(compared(f"bus only: processor time a command, {what}", workers, mine, theirs, "us"))
     return found
+
+
+@contextmanager
+def bare(server: EmbeddedServer, workers: int, *, fenced: bool) -> Iterator[Callable[[], object]]:
+    """One entry of a command's size to N processes that do nothing but write one back: no bus can be quicker."""
+    namespace = f"bare-{workers}-{fenced}"
+    arguments = ["--redis-url", server.url, "--namespace", namespace, "--workers", str(workers)]
+    with (
+        Children("benchmarks.bare", [*arguments, "--fenced"] if fenced else arguments, workers),
+        KVBus(load_settings({"redis_url": server.url, "namespace": namespace})) as bus,
+    ):
+        body = encode_body(Evict(chunk_hashes=hashes()))
+        sender = Sender(bus.bus, fenced=fenced)
+        try:
+            yield lambda: sender.call(body, workers)
+        finally:
+            sender.close()
 
 
 class Side:
