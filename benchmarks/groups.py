@@ -31,8 +31,8 @@ ALL: dict[str, Group] = {
         "LMCache-Ascend's `/memory` routes on LMCache's internal API server: a scheduler process (FastAPI under "
         "uvicorn) that forwards by urllib, in asyncio's default pool of threads, to N worker processes (FastAPI under "
         "uvicorn), over keep-alive connections on the client's side. Rates: up to 512 commands under way on the bus, "
-        "16 clients over HTTP. Processor times are taken in the same rounds as the rates. Bare streams: N processes on the "
-        "same server that read one entry and write one back, nothing decoded and nothing done, which no bus over "
+        "16 clients over HTTP. Processor times are taken in the same rounds as the rates. Bare streams: N processes on "
+        "the same server that read one entry and write one back, nothing decoded and nothing done, which no bus over "
         "streams can undercut; fenced: by the two scripts that kvbus's promises need, in place of XADD.",
         bus.rows,
         ("latency", "rate"),
