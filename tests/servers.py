@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import shutil
 import signal
@@ -32,6 +33,14 @@ def missing(what: str) -> NoReturn:
     if os.environ.get("CI"):
         pytest.fail(f"{what} is not installed, and CI must test against it")
     pytest.skip(f"{what} is not installed")
+
+
+def require(module: str) -> Any:
+    """The module, imported; ends the test when it is not installed."""
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        missing(module)
 
 
 def binary_of(kind: str) -> str:

@@ -17,7 +17,7 @@ from kvbus.client import KVBus
 from kvbus.ops.tail import history
 from kvbus.protocol.commands import DDR, SSD
 from tests.cli_kit import ROOT, Kvbus
-from tests.servers import RealServer, eventually
+from tests.servers import RealServer, eventually, require
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -112,7 +112,7 @@ def random_run(client: KVBus, texts: list[list[str]], rng: random.Random) -> Non
 def test_replay_into_fresh_workers_ends_in_the_same_tiers(
     kvbus: Kvbus, valkey: RealServer, namespace: str, tmp_path: Path, seed: int
 ) -> None:
-    pytest.importorskip("lmcache", reason="needs the extra `lmcache` and a CPU build of torch")
+    require("lmcache")
     env = kvbus.env | {"LMCACHE_TRACK_USAGE": "false", "PYTHONHASHSEED": "0", "PYTHONWARNINGS": "ignore"}
     copy = f"{namespace}-copy"
     for name in ("first", "second"):

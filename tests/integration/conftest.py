@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import os
 import warnings
@@ -11,6 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+
+from tests.servers import require
 
 if TYPE_CHECKING:
     from tests.integration.engines import EngineUnderTest
@@ -29,10 +30,7 @@ def _lmcache() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what its own dependencies deprecate
         for module in ("cache_engine", "gpu_connector.xpu_connectors"):  # the second is imported late, in a store
-            if os.environ.get("CI"):
-                importlib.import_module(f"lmcache.v1.{module}")  # its absence is a failure there
-            else:
-                pytest.importorskip(f"lmcache.v1.{module}", reason="needs the extra `lmcache` and a CPU build of torch")
+            require(f"lmcache.v1.{module}")
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import pytest
 from kvbus.protocol.results import Counts, Status
 from kvbus.settings import Settings
 from tests.facade_kit import scene
-from tests.servers import Server
+from tests.servers import Server, require
 from worker_plugin.standalone import _parser
 
 ROOT = Path(__file__).parents[2]
@@ -21,8 +21,7 @@ BOARD = json.loads((ROOT / "deploy/grafana/kvbus.json").read_text())
 
 @pytest.fixture(scope="module")
 def compose() -> dict[str, Any]:
-    yaml = pytest.importorskip("yaml")
-    found: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
+    found: dict[str, Any] = require("yaml").safe_load((ROOT / "docker-compose.yml").read_text())
     return found
 
 
