@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 import kvbus
-from kvbus.errors import BusError, BusUnavailable, Fenced, HistoryLost
+from kvbus.errors import BusError, Fenced, HistoryLost
 from kvbus.metrics import Counters, RateLimitedLog
 from kvbus.settings import Settings, default_instance, load_settings
 from kvbus.streams.connection import Bus
@@ -237,8 +237,10 @@ class Worker:
         """Commit what is done though more is in hand; returns when to do so again."""
         try:
             self._worker_log.flush()
-        except (BusUnavailable, HistoryLost):
-            return float("inf")  # the tasks behind are carried out all the same; the next read finds out again
+        except Fenced:
+            raise
+        except Exception:  # noqa: BLE001 - the next read meets it again, and tells it; the tasks behind run all the same
+            return float("inf")
         return time.monotonic() + ANSWER_EVERY_S
 
     def _fence(self, error: Fenced) -> None:

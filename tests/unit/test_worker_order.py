@@ -9,8 +9,11 @@ from collections.abc import Iterator
 import pytest
 
 from kvbus.client import CommandHandle, KVBus
+from kvbus.errors import BusRefused
 from kvbus.protocol import DDR, SSD, CommandResult, Evict, Ping, Prefetch, Status
+from kvbus.streams.checkpoint import Commit, CommitAnswer, commit
 from kvbus.streams.connection import Bus
+from kvbus.streams.line import Line
 from kvbus.streams.registry import Registration, encode_registration, update_registration
 from kvbus.testing import fake_bus
 from tests.servers import eventually
@@ -188,6 +191,25 @@ def test_a_fault_outside_the_verbs_fails_its_command_and_no_other(client: KVBus,
         handles = client.send_all([Evict(chunk_hashes=(place,)) for place in range(1, 5)])
         statuses = [done(handle).status for handle in handles]
     assert sorted(statuses) == [Status.DONE, Status.DONE, Status.DONE, Status.FAILED]
+
+
+@pytest.mark.parametrize("fault", [BusRefused("MISCONF the server's disk is full"), RuntimeError("a fault of ours")])
+def test_an_answer_that_cannot_be_written_holds_up_none_of_its_batch(
+    client: KVBus, worker: Worker, fault: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    raised: list[int] = []
+
+    def faulty(bus: Bus, step: Commit, line: Line | None) -> tuple[CommitAnswer, str]:
+        if step.pending and not raised and threading.current_thread().name == "kvbus-reader":
+            raised.append(len(step.pending))
+            raise fault
+        return commit(bus, step, line)
+
+    monkeypatch.setattr("worker_plugin.runtime.ANSWER_EVERY_S", -1.0)  # after every command
+    monkeypatch.setattr("kvbus.streams.worker_log.commit", faulty)
+    handles = client.send_all([Evict(chunk_hashes=(place,)) for place in range(1, 5)])
+    assert [done(handle).counts.evicted for handle in handles] == [1, 1, 1, 1]
+    assert raised
 
 
 # -- whose name it is ------------------------------------------------------------------------------------------
