@@ -122,7 +122,7 @@ class Demo:
         command_id = new_message_id()
         self.bus.answers.expect(command_id)
         entry_id = self.bus.log.append(self.bus.bus.keys.commands, encode_json_entry(command, message_id=command_id))
-        self.bus.answers.owed_by(command_id, self.bus.workers())
+        self.bus.answers.owed_by(self.bus.workers(), command_id)
         pairs = [answer.result.counts.evicted_pairs for answer in _all(self.bus.answers.wait(command_id, 10))]
         _check(pairs == [12] * RANKS, f"each rank had 12 chunks on its SSD: {pairs}")
         self._expect_tiers(OLD, set())

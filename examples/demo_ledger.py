@@ -160,7 +160,7 @@ class WithLedger(Run):
             time.sleep(0.01)
 
     def _finished(self, command_id: str) -> None:
-        self.bus.answers.owed_by(command_id, self.bus.workers())
+        self.bus.answers.owed_by(self.bus.workers(), command_id)
         state = self.bus.answers.wait(command_id, 30)
         if not state.complete:
             raise RuntimeError(f"{command_id}: no answer from {(*state.waiting, *state.dead)}")
