@@ -5,7 +5,8 @@
 
 Two workers, a DDR pool smaller than what is stored, random subsets of the chunks. With --faults a random fault comes
 about once a second: a worker is killed and started again, all connections are cut, the server is killed and restarted
-over its append-only file. Prints one JSON line; exit code 0 only if every number that must be zero is zero.
+over its append-only file. Prints one JSON line; exit code 0 only if every number that must be zero is zero. Ctrl-C ends
+it after the round that is under way; the numbers are then those of the rounds that were run.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from typing import Any
 
 from benchmarks.census import Census
 from examples.system import System
+from kvbus.cli.common import stopped_by_signal
 from kvbus.client import CommandHandle, KVBus
 from kvbus.errors import BusError
 from kvbus.protocol import DDR, Evict, Prefetch, parse_hash
@@ -51,6 +53,7 @@ class Soak:
         self.bus = bus
         self.random = random.Random(seed)
         self.chunks: list[str] = []
+        self.rounds = 0
         self.sent = 0
         self.faults: Counter[str] = Counter()
 
@@ -58,10 +61,10 @@ class Soak:
         for text in range(TEXTS):
             self.chunks += self.system.store(self._tokens(text), seed=text)
 
-    def run(self, rounds: int) -> None:
+    def run(self, rounds: int, stop: threading.Event) -> None:
         """Each round: a prefetch and an evict of random subsets, both on the stream before either is awaited."""
         shown_at = time.monotonic()
-        for done in range(rounds):
+        while self.rounds < rounds and not stop.is_set():
             wanted = self.random.sample(self.chunks, self.random.randint(1, LARGEST))
             unwanted = self.random.sample(self.chunks, self.random.randint(1, LARGEST))
             if self.random.random() < 0.2:
@@ -73,9 +76,10 @@ class Soak:
             self.sent += 2
             for handle in handles:
                 self._await(handle)
+            self.rounds += 1
             if time.monotonic() - shown_at > 5:
                 shown_at = time.monotonic()
-                print(f"  round {done + 1} of {rounds}", file=sys.stderr, flush=True)
+                print(f"  round {self.rounds} of {rounds}", file=sys.stderr, flush=True)
 
     def _await(self, handle: CommandHandle) -> None:
         deadline = time.monotonic() + 120
@@ -156,6 +160,7 @@ def main() -> int:
         logging.disable(logging.ERROR)  # what is said of faults made on purpose
     began = time.monotonic()
     with (
+        stopped_by_signal() as told,
         tempfile.TemporaryDirectory(prefix="kvbus-soak-") as data,
         System(
             Path(data),
@@ -176,7 +181,7 @@ def main() -> int:
         with ThreadPoolExecutor(1) as pool:
             trouble = pool.submit(soak.trouble, stop) if args.faults else None
             try:
-                soak.run(args.rounds)
+                soak.run(args.rounds, told)
             finally:
                 stop.set()
             if trouble is not None:
@@ -184,7 +189,7 @@ def main() -> int:
         counted = census.count(timeout_s=30, until=soak.sent * RANKS)
         usages = system.ask_all("usage")
         report = {
-            "rounds": args.rounds,
+            "rounds": soak.rounds,
             "allocations_before": before,
             "allocations_after": [_held(usage) for usage in usages],
             "pool_objects_after": [usage["pool_objects"] for usage in usages],
