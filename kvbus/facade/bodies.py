@@ -95,9 +95,9 @@ def _check_texts(plain: Mapping[str, Any], name: str) -> None:
         raise InvalidMessage(f"{name} must be a list of texts, not {_kind(value)}")
     if len(value) > MAX_HASHES:
         raise OverLimit(f"{name} has {len(value):,} items; the limit is {MAX_HASHES:,}", hint="Split the command.")
-    for place, item in enumerate(value):
-        if not isinstance(item, str):
-            raise InvalidMessage(f"{name}[{place}] must be a text, not {_kind(item)}")
+    if value and set(map(type, value)) != {str}:
+        place, item = next((place, item) for place, item in enumerate(value) if not isinstance(item, str))
+        raise InvalidMessage(f"{name}[{place}] must be a text, not {_kind(item)}")
 
 
 def _check_tiers(plain: Mapping[str, Any], name: str) -> None:

@@ -179,7 +179,8 @@ def parse_json_object(text: bytes | str) -> dict[str, Any]:
         raise UndecodableEntry(f"not JSON: {type(error).__name__}: {error}"[:300]) from None
     if not isinstance(value, dict):
         raise UndecodableEntry(f"not a JSON object but {_kind(value)}")
-    _check_depth(value, 1)
+    if decoded.count("[") + decoded.count("{") > MAX_NESTING:  # no level without a bracket: most need no walk
+        _check_depth(value, 1)
     return value
 
 
