@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import functools
 import inspect
 import os
@@ -212,12 +213,15 @@ def command(
 @contextmanager
 def stopped_by_signal() -> Iterator[threading.Event]:
     """An event that Ctrl-C or SIGTERM sets: what runs in the block ends in good order. A second one breaks it off."""
-    stop = threading.Event()
+    stop, told = threading.Event(), False
 
     def set_or_break(number: int, frame: object) -> None:
-        if stop.is_set():
+        nonlocal told
+        if told:
             raise KeyboardInterrupt
-        stop.set()
+        told = True
+        # Not here: this may interrupt the event's own `wait` while it has the lock that `set` takes, and hang for ever.
+        _thread.start_new_thread(stop.set, ())
 
     before = {number: signal.signal(number, set_or_break) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
