@@ -1,4 +1,4 @@
-"""Worker, client, publisher and reader on one server, with traffic through all of them while the server misbehaves.
+"""Workers, client, facade, publisher and reader on one server, with traffic through all while the server misbehaves.
 
 What was accepted must arrive, what was dropped must be counted, whoever was blocked must come back by itself.
 """
@@ -12,6 +12,8 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
+
+import msgspec
 
 from kvbus.client import KVBus
 from kvbus.errors import BusError
@@ -32,6 +34,7 @@ from kvbus.settings import Settings
 from kvbus.streams.connection import Bus
 from kvbus.streams.subscription import message_id
 from publisher import FinishedRequest, Publisher
+from tests.facade_kit import RunningFacade
 from tests.servers import eventually
 from worker_plugin.engine_types import Engine
 from worker_plugin.runtime import Worker
@@ -61,13 +64,18 @@ class Rig:
         ]
         self.client = KVBus(settings, issuer="rig")
         self.publisher = Publisher(settings, name="i/scheduler", instance="i")
+        self.facade: RunningFacade
         self.accepted: list[str] = []
-        """Ids of commands that the server has acknowledged."""
+        """Ids of commands that the server has acknowledged to the client."""
+        self.posted: list[str] = []
+        """Ids of commands that the facade has told its client."""
+        self.replies: Counter[int] = Counter()
+        """What the facade answered, by status."""
         self.delivered: list[Delivery] = []
         self.send_errors: Counter[str] = Counter()
         self._stop = threading.Event()
         self._pause = threading.Event()
-        self._sending, self._publishing = threading.Lock(), threading.Lock()
+        self._sending, self._publishing, self._posting = threading.Lock(), threading.Lock(), threading.Lock()
         self._threads: list[threading.Thread] = []
         self._numbers = itertools.count()
         self.published = 0
@@ -79,8 +87,9 @@ class Rig:
         for worker in self.workers:
             assert worker.wait_ready(20)
         self.publisher.start()
+        self.facade = RunningFacade(msgspec.structs.replace(self.settings, rest_wait_ms=3_000))
         self._events = self.client.events(start="end", block_ms=200)
-        for run in (self._send, self._publish, self._read):
+        for run in (self._send, self._post, self._publish, self._read):
             thread = threading.Thread(target=run, name=f"rig{run.__name__}", daemon=True)
             thread.start()
             self._threads.append(thread)
@@ -91,6 +100,7 @@ class Rig:
             self._events.close()
         for thread in self._threads:
             thread.join(20)
+        self.facade.stop()
         for worker in self.workers:
             assert worker.stop(), "a thread of the worker did not end"
         self.publisher.close()
@@ -126,6 +136,21 @@ class Rig:
                 self.send_errors[error.code] += 1
                 time.sleep(0.05)
 
+    def _post(self) -> None:
+        while not self._stop.wait(0.05):
+            with self._posting:
+                if not self._pause.is_set():
+                    self._post_one()
+
+    def _post_one(self) -> None:
+        """The facade always answers: that all is done, what is not, or that the bus is away."""
+        some = [f"{chunk:x}" for chunk in self.chunks[:2]]
+        reply = self.facade.post("/memory/evict", {"chunk_hashes": some, "locations": [DDR]})
+        self.replies[reply.status_code] += 1
+        assert reply.status_code in (200, 500, 503), reply.text
+        if "command_id" in reply.json():
+            self.posted.append(reply.json()["command_id"])
+
     def _publish(self) -> None:
         while not self._stop.wait(0.01):
             with self._publishing:
@@ -146,7 +171,7 @@ class Rig:
     def pause(self) -> None:
         """No more traffic once this returns: a command that is being sent is accepted first."""
         self._pause.set()
-        with self._sending, self._publishing:
+        with self._sending, self._publishing, self._posting:
             return
 
     def resume(self) -> None:
@@ -155,12 +180,13 @@ class Rig:
     # -- questions ---------------------------------------------------------------------------------------------
 
     def flowing(self) -> None:
-        """Wait until commands are answered and events are delivered anew."""
-        commands, events = len(self.accepted), len(self.requests)
+        """Wait until commands are answered and events are delivered anew, the facade's clients included."""
+        commands, events, replies = len(self.accepted), len(self.requests), self.replies[200]
         eventually(lambda: len(self.accepted) > commands + 3, what="commands to be accepted")
         latest = self.accepted[-1]
         eventually(lambda: self.answered(latest), what="a command to be answered")
         eventually(lambda: len(self.requests) > events + 3, what="events to be delivered")
+        eventually(lambda: self.replies[200] > replies + 3, what="the facade to carry commands out")
 
     def answered(self, command_id: str) -> bool:
         state = self.client.answers.state(command_id)
@@ -178,7 +204,8 @@ class Rig:
         """Stop the traffic and wait until all that was accepted has been answered and delivered."""
         self.pause()
         eventually(
-            lambda: all(self.answered(command_id) for command_id in self.accepted[-200:]), what="the last answers"
+            lambda: all(self.answered(own_id) for own_id in (*self.accepted[-200:], *self.posted[-50:])),
+            what="the last answers",
         )
         dropped = self.publisher.counters.get("events_dropped")
         eventually(lambda: len({event.seq for event in self.requests}) >= self.published - dropped, what="the events")
@@ -197,7 +224,7 @@ class Rig:
         self.settle()
         finals = self.finals(self.client.bus)
         assert {pair: number for pair, number in finals.items() if number > 1} == {}
-        owed = {(worker.name, command_id) for worker in self.workers for command_id in self.accepted}
+        owed = {(worker.name, own_id) for worker in self.workers for own_id in (*self.accepted, *self.posted)}
         lost = owed - finals.keys()
         if lost:
             log, keys = self.client.log, self.client.bus.keys
