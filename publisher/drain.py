@@ -160,13 +160,15 @@ class Drain:
 
     def _send(self, batch: list[Record], spool: Spool | None) -> None:
         if not batch:
+            if spool is not None:
+                self._tell_spool(spool)  # nothing of what was left could be read
             return
         self._in_flight = batch
         self._bus.append([record.fields(self._name) for record in batch], self._encode_more)
         self._in_flight = []
         if spool is not None:
             spool.ack()
-            self._counters.set("spool_bytes", spool.nbytes)  # also when it is empty now, and nothing spills any more
+            self._tell_spool(spool)  # also when it is empty now, and nothing spills any more
             self._counters.add("events_replayed", len(batch))
         else:
             for _ in batch:
@@ -339,6 +341,9 @@ class Drain:
             self._counters.add("events_spooled", len(self._ready))
             self._ready.clear()
             self._in_flight = []
+        self._tell_spool(spool)
+
+    def _tell_spool(self, spool: Spool) -> None:
         self._counters.set("spool_bytes", spool.nbytes)
         self._counters.set("spool_corrupt_bytes", spool.corrupt_bytes)
 

@@ -382,6 +382,25 @@ def test_an_outage_goes_to_disk_and_comes_back_in_order(bus: FakeBus, tmp_path: 
     assert list(tmp_path.rglob("*.seg")) == []
 
 
+def test_what_the_disk_does_not_give_back_is_told(bus: FakeBus, tmp_path: Path) -> None:
+    with running(bus, spool_dir=str(tmp_path)) as publisher:
+        publisher.publish(request(0))
+        eventually(lambda: publisher.counters.get("events_sent") == 1)
+        bus.trouble = BusUnavailable("away")
+        for number in range(1, 10):
+            publisher.publish(request(number))
+        eventually(lambda: publisher.counters.get("events_spooled") == 9)
+        with next(tmp_path.rglob("*.seg")).open("r+b") as file:
+            file.seek(8)
+            file.write(b"\xff" * 8)
+        bus.trouble = None
+        eventually(lambda: publisher.counters.get("spool_corrupt_bytes") > 0)
+        assert publisher.counters.get("spool_bytes") == 0
+        publisher.publish(request(10))
+        assert publisher.close()
+    assert read(bus.read()) == ([*names(0, 1), *names(10, 11)], 0, 9)
+
+
 def test_a_lost_reply_before_the_outage_is_repeated_from_disk(bus: FakeBus, tmp_path: Path) -> None:
     with running(bus, spool_dir=str(tmp_path)) as publisher:
         publisher.publish(request(0))
