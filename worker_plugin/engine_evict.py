@@ -85,7 +85,8 @@ class _Chunk:
         return ChunkOutcome(found, self.tiers, detail="; ".join(self.details))
 
 
-_NOT_THERE = -1
+_NOT_THERE = -(2**63)
+"""Below any count of pins: LMCache's own is -1 for a moment where a chunk is unpinned twice."""
 
 
 def _most_pins(cpu: CpuBackend, parts: Sequence[Key]) -> int:

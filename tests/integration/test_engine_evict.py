@@ -87,6 +87,14 @@ def test_chunks_pinned_in_ddr_stay_until_they_are_unpinned(engine: EngineUnderTe
     assert engine.adapter.usage().pool_objects == 0
 
 
+def test_a_chunk_that_is_being_unpinned_twice_leaves_ddr_too(engine: EngineUnderTest) -> None:
+    text = engine.stored(1, 2)
+    for memory in engine.cpu.hot_cache.values():
+        memory.meta.pin_count = -1  # until LMCache has told of it, and sets it back to 0
+    assert {outcome.tiers for outcome in engine.adapter.evict(text.hashes)} == {2}
+    assert not engine.cpu.hot_cache
+
+
 def test_chunks_pinned_on_the_ssd_stay_until_they_are_unpinned(engine: EngineUnderTest) -> None:
     text = engine.on_disk(1, 3)
     assert engine.lmcache.lookup(tokens=text.tokens[:16], lookup_id="request", pin=True) == 16
