@@ -145,7 +145,13 @@ class AsyncHandle:
         """The final results by worker, but raises NotAnswered, naming them, unless every live worker has answered."""
         state = await self.wait(timeout_s)
         if not state.complete:
-            silent = ", ".join([*state.waiting, *(f"{name} (died)" for name in state.dead)])
+            silent = ", ".join(
+                [
+                    *state.waiting,
+                    *(f"{name} (died)" for name in state.dead),
+                    *(f"{name} (stuck)" for name in state.stuck),
+                ]
+            )
             raise NotAnswered(f"{self.command.TYPE} {self.command_id}: no final result from {silent}")
         return state.finals
 

@@ -81,6 +81,7 @@ class CommandHandle:
             silent = [
                 *(f"{name} (no answer yet)" for name in state.waiting),
                 *(f"{name} (died)" for name in state.dead),
+                *(f"{name} (stuck)" for name in state.stuck),
             ]
             raise NotAnswered(f"{self.command.TYPE} {self.command_id}: no final result from {', '.join(silent)}")
         return state.finals

@@ -290,6 +290,8 @@ def test_a_stuck_rank_stays_named_until_its_final_answer(bus: Bus, client: KVBus
     bus.client.set(bus.keys.live("s/0"), "owner")
     handle = client.evict([1])
     assert (handle.state.stuck, handle.state.waiting) == (("s/0",), ())
+    with pytest.raises(NotAnswered, match=r"from s/0 \(stuck\)"):
+        handle.results(timeout_s=5)
     tell(bus, "s/0", handle.command_id, Status.DEFERRED)
     eventually(lambda: handle.state.answers, what="an interim answer")
     assert (handle.state.stuck, handle.state.complete) == (("s/0",), False)

@@ -75,6 +75,18 @@ def test_a_wait_ends_where_it_is_told_to(here: Scene) -> None:
     asyncio.run(main())
 
 
+def test_a_stuck_rank_is_named_where_results_are_asked_for(here: Scene) -> None:
+    here.worker("a/0", say_nothing, stuck=True)
+
+    async def main() -> None:
+        async with AsyncKVBus(here.settings) as bus:
+            handle = await bus.evict([1])
+            with pytest.raises(NotAnswered, match=r"from a/0 \(stuck\)"):
+                await handle.results(5)
+
+    asyncio.run(main())
+
+
 def test_silence_is_an_error_only_where_results_are_asked_for(here: Scene) -> None:
     here.worker("a/0", say_nothing)
 
