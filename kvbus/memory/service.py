@@ -85,6 +85,11 @@ class MemoryService:
                 self._limited.warning("bus", "the ledger cannot go on, trying again: %s", error)
                 self._stop.wait(backoff * random.uniform(0.5, 1.0))
                 backoff = min(backoff * 2, 2.0)
+            except Exception:  # noqa: BLE001 - whoever started it goes on waiting: its end would be seen by nobody
+                self.counters.add("internal_errors")
+                _log.exception("unexpected error in the ledger's service; going on")
+                self._stop.wait(backoff)
+                backoff = min(backoff * 2, 2.0)
         for subscription in (self._subscription, self._results):
             if subscription is not None:
                 subscription.disconnect()
@@ -121,7 +126,7 @@ class MemoryService:
             for entry in batch.entries:
                 place = place.advance(entry[0], message_id(*entry), 1)
                 self._take(entry, place)
-        except BusError:
+        except BaseException:
             # What was not taken is read again; what was, the ledger knows.
             subscription.position = before
             subscription.disconnect()

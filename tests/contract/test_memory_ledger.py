@@ -12,6 +12,7 @@ import pytest
 
 from kvbus.errors import ConfigError, InvalidMessage
 from kvbus.memory import Begun, Ledger, MemoryConfig, MemoryService, TurnStatus
+from kvbus.memory.ledger import Turn
 from kvbus.protocol import (
     DDR,
     ChunkLists,
@@ -19,6 +20,7 @@ from kvbus.protocol import (
     Counts,
     Evict,
     Prefetch,
+    RequestFinished,
     Results,
     Status,
     WorkerGap,
@@ -643,3 +645,22 @@ def test_an_event_that_the_server_cannot_take_does_not_stop_the_rest(valkey: Ser
         publish(bus, finished("p", 1, (2,), session="good"))
         eventually(lambda: service.ledger.chunks("good") == (2,))
         assert service.counters.get("failed") == 1
+
+
+def test_a_fault_of_its_own_does_not_end_the_service(
+    valkey: Server, namespace: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bus = valkey.bus(namespace)
+    with _run(valkey, namespace) as service:
+        eventually(lambda: service.ledger.store.position())
+        turn, faults = service.ledger.turn, [RuntimeError("a bug")]
+
+        def faulty(event: RequestFinished, place: Position) -> Turn:
+            if faults:
+                raise faults.pop()
+            return turn(event, place)
+
+        monkeypatch.setattr(service.ledger, "turn", faulty)
+        publish(bus, finished("p", 0, (1,), session="a"))
+        eventually(lambda: service.ledger.chunks("a") == (1,), what="the event is read again")
+        assert service.counters.get("internal_errors") == 1
