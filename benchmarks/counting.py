@@ -46,6 +46,9 @@ class CountingEngine:
     def prefetching(self, *, tags: Tags = (), sources: tuple[str, ...] | None = None) -> Iterator[PrefetchSession]:
         yield self
 
+    def ahead(self, chunk: ChunkHash) -> None:
+        pass
+
     def load(self, chunk: ChunkHash) -> ChunkOutcome:
         self.chunks += 1
         return _LOADED

@@ -110,7 +110,9 @@ def _prefetch(directory: Path, mib: int, chunks: int, rounds: int) -> list[Row]:
 
         def load_all() -> None:
             with adapter.prefetching() as session:
-                for chunk in hashes:
+                for place, chunk in enumerate(hashes):
+                    if place + 1 < len(hashes):
+                        session.ahead(hashes[place + 1])  # as the worker does
                     outcome = session.load(chunk)
                     if outcome.outcome is not Outcome.LOADED:
                         raise RuntimeError(f"{outcome}")

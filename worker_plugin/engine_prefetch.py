@@ -109,6 +109,25 @@ class Session:
                 while objects:
                     objects.pop().ref_count_down()
 
+    def ahead(self, chunk: ChunkHash) -> None:
+        """See engine_types.PrefetchSession.ahead. A hint, without locks. Raises nothing: `load` finds what is wrong."""
+        try:
+            self._ahead(chunk)
+        except Exception:
+            log.debug("no reading ahead for chunk %s", chunk, exc_info=True)
+
+    def _ahead(self, chunk: ChunkHash) -> None:
+        tiers = Tiers(self._engine)
+        cpu, disk = tiers.cpu, tiers.disk
+        if tiers.refusal or cpu is None or disk is None or disk.use_odirect or tiers.disk_bypassed:
+            return
+        if self._sources is not None and DISK_TIER not in self._sources:
+            return
+        for part in self._keys.parts(self._keys.of([chunk])[0]):
+            entry = disk.dict.get(part)
+            if entry is not None and part not in cpu.hot_cache:
+                read_ahead(entry.path)
+
     def load(self, chunk: ChunkHash) -> ChunkOutcome:
         """Bring one chunk into DDR; see engine_types.PrefetchSession.load. Raises nothing."""
         try:
@@ -337,6 +356,20 @@ def _push_out_one_chunk(cpu: CpuBackend, layers: int) -> bool:
         return False
     remove_from_cpu(cpu, parts)
     return True
+
+
+def read_ahead(path: str) -> None:
+    """Ask the system to bring a file into its page cache, and do not wait for it. Raises nothing."""
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return
+    try:
+        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_WILLNEED)
+    except OSError:
+        pass  # not every file system takes advice
+    finally:
+        os.close(file)
 
 
 def read_exactly(path: str, buffer: memoryview, most: int, *, direct: bool = False) -> None:

@@ -105,6 +105,10 @@ class EngineUsage(msgspec.Struct, frozen=True, kw_only=True):
 class PrefetchSession(Protocol):
     """One command's prefetch. Used by one thread; evicts of the same chunks may come from any other."""
 
+    def ahead(self, chunk: ChunkHash) -> None:
+        """The chunk will be loaded soon: where it has to come from a disk, the disk may begin. Waits for nothing."""
+        ...
+
     def load(self, chunk: ChunkHash) -> ChunkOutcome:
         """Bring one chunk into DDR.
 

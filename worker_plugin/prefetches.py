@@ -182,11 +182,14 @@ class Prefetches:
         )
 
     def _load_all(self, job: PrefetchJob, session: PrefetchSession, tally: Tally) -> Status | None:
-        for place, chunk in enumerate(job.command.chunk_hashes):
+        chunks = job.command.chunk_hashes
+        for place, chunk in enumerate(chunks):
             if self._stop:
                 return None
             if self._clock.now_ms() > job.deadline_ms:
                 return Status.EXPIRED
+            if place + 1 < len(chunks):
+                session.ahead(chunks[place + 1])  # so that the disk does not rest between two chunks
             tally.put(place, self._load(job, session, chunk))
         # Chunks that were being written at that moment are in DDR or on the SSD a little later.
         for _ in range(BUSY_TRIES):

@@ -13,7 +13,7 @@ import pytest
 from tests.integration.conftest import MakeEngine
 from tests.integration.outcomes import count
 from worker_plugin import engine_prefetch
-from worker_plugin.engine_prefetch import Changed, Damaged, read_exactly
+from worker_plugin.engine_prefetch import Changed, Damaged, read_ahead, read_exactly
 from worker_plugin.lmcache_access import CPU_TIER, DISK_TIER
 
 if TYPE_CHECKING:
@@ -62,6 +62,29 @@ def test_everything_is_put_back_when_the_session_ends(engine: EngineUnderTest) -
     usage = engine.adapter.usage()
     assert usage.clean, usage
     assert (usage.pool_objects, usage.pool_bytes) == (8, 8 * engine.config.chunk_bytes)
+
+
+def test_reading_ahead_asks_for_the_files_of_chunks_on_the_ssd_alone(
+    engine: EngineUnderTest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def note(path: str) -> None:
+        asked.append(path)
+        read_ahead(path)
+
+    monkeypatch.setattr(engine_prefetch, "read_ahead", note)
+    text = engine.on_disk(1, 3)
+    resident, gone, there = text.hashes
+    paths = {chunk: engine.disk.dict[engine.key(chunk)].path for chunk in text.hashes}
+    engine.prefetch([resident])
+    asked.clear()
+    os.remove(paths[gone])
+    with engine.adapter.prefetching() as session:
+        for chunk in (resident, gone, there, 77):
+            session.ahead(chunk)
+    assert asked == [paths[gone], paths[there]]
+    assert engine.adapter.usage().clean
 
 
 def test_first_chunks_are_the_last_to_be_pushed_out(engine: EngineUnderTest) -> None:

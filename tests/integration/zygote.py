@@ -77,6 +77,9 @@ class _CrashingSession:
     def __init__(self, engine: CrashingEngine, session: Any) -> None:
         self._engine, self._session = engine, session
 
+    def ahead(self, chunk: ChunkHash) -> None:
+        self._session.ahead(chunk)
+
     def load(self, chunk: ChunkHash) -> ChunkOutcome:
         self._engine._step("load", [chunk], "before")
         outcome: ChunkOutcome = self._session.load(chunk)

@@ -49,6 +49,9 @@ class ScriptedEngine:
     def prefetching(self, *, tags: Tags = (), sources: tuple[str, ...] | None = None) -> Iterator[PrefetchSession]:
         yield self  # type: ignore[misc]
 
+    def ahead(self, chunk: ChunkHash) -> None:
+        self.calls.append(("ahead", (chunk,)))
+
     def load(self, chunk: ChunkHash) -> ChunkOutcome:
         self.calls.append(("load", (chunk,)))
         if self.raises is not None:

@@ -58,6 +58,9 @@ def test_prefetch_loads_in_the_given_order_and_tells_what_is_missing(
     engine.ddr.add(3)
     result = done(client.prefetch([9, 500, 3, 7]))
     assert [chunks[0] for verb, chunks in engine.calls if verb == "load"] == [9, 500, 3, 7]
+    ahead = [(verb, chunks[0]) for verb, chunks in engine.calls]
+    assert ahead[:4] == [("ahead", 500), ("load", 9), ("ahead", 3), ("load", 500)], "the disk has the next one to read"
+    assert ahead[-1] == ("load", 7)
     counts = result.counts
     assert (counts.requested, counts.loaded, counts.resident, counts.missing) == (4, 2, 1, 1)
     assert (counts.bytes, result.chunks.missing, result.status) == (200, (500,), Status.DONE)
