@@ -34,7 +34,7 @@ $(READY): pyproject.toml requirements/lmcache-cpu.txt requirements/constraints.t
 	@$(BIN)/pip install $(PIP_FLAGS) --no-deps $(LMCACHE)
 	@touch $@
 
-# Two processes: tests share servers within each, and namespaces nowhere.
+# Three processes, each file in one of them: its tests share servers, and namespaces nowhere.
 test: setup
 	@$(BIN)/python -m pytest -n 3 --dist loadfile $(PYTEST_FLAGS)
 

@@ -123,8 +123,11 @@ class WorkerProcess:
         """Stop it, and wait until every thread stands still: a signal sent is not a signal taken."""
         self._process.send_signal(signal.SIGSTOP)
         tasks = Path(f"/proc/{self._process.pid}/task")
-        stats = lambda: [(task / "stat").read_text() for task in tasks.iterdir()]  # noqa: E731
-        eventually(lambda: all(stat.rpartition(")")[2].split()[0] == "T" for stat in stats()), what="the freeze")
+
+        def stands() -> bool:
+            return all((task / "stat").read_text().rpartition(")")[2].split()[0] == "T" for task in tasks.iterdir())
+
+        eventually(stands, what="the freeze")
 
     def thaw(self) -> None:
         self._process.send_signal(signal.SIGCONT)

@@ -85,17 +85,16 @@ class _Chunk:
         return ChunkOutcome(found, self.tiers, detail="; ".join(self.details))
 
 
-_NOT_THERE = -(2**63)
-"""Below any count of pins: LMCache's own is -1 for a moment where a chunk is unpinned twice."""
+def _most_pins(cpu: CpuBackend, parts: Sequence[Key]) -> int | None:
+    """The most pins on any of the chunk's parts in DDR, None if it has none there.
 
-
-def _most_pins(cpu: CpuBackend, parts: Sequence[Key]) -> int:
-    """The most pins on any of the chunk's parts in DDR, _NOT_THERE if it has none there."""
-    most = _NOT_THERE
+    Never below 0: LMCache's own count is -1 for a moment where a chunk is unpinned twice.
+    """
+    most = None
     for part in parts:
         memory = cpu.hot_cache.get(part)
-        if memory is not None and memory.meta.pin_count > most:
-            most = memory.meta.pin_count
+        if memory is not None:
+            most = max(most or 0, memory.meta.pin_count)
     return most
 
 
@@ -161,7 +160,7 @@ class Evictor:
     def _look_at_cpu(self, cpu: CpuBackend, group: Sequence[_Chunk]) -> None:
         """Without the lock: it only spares a chunk its SSD copy; its DDR copy is looked at again under the lock."""
         for item in group:
-            if _most_pins(cpu, item.parts) > 0:
+            if _most_pins(cpu, item.parts):
                 item.keep(Outcome.IN_USE, f"pinned in {CPU_TIER}")
 
     def _from_cpu(self, cpu: CpuBackend, group: Sequence[_Chunk]) -> None:
@@ -174,11 +173,11 @@ class Evictor:
                         if item.in_use:
                             continue
                         pins = _most_pins(cpu, item.parts)
-                        if pins > 0:
+                        if pins:
                             item.keep(Outcome.IN_USE, f"pinned in {CPU_TIER}")
                             continue
                         freed += self._ledger.evict(item.ident)
-                        if pins != _NOT_THERE:
+                        if pins is not None:
                             remove_from_cpu(cpu, item.parts)
                             item.tiers += 1
             except TierStuck as stuck:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -75,7 +74,7 @@ def run(settings: Settings | None = None) -> None:
         print(told, file=sys.stderr, flush=True)
         # A second line for every counter, of no use in the text format.
         disable_created_metrics()  # type: ignore[no-untyped-call]
-        asyncio.run(server.serve(sockets=[listening]))
+        server.run(sockets=[listening])
 
 
 def _document_once(app: FastAPI, *, secured: bool) -> Any:

@@ -38,9 +38,7 @@ def test_counts_lists_and_status_are_those_of_how_each_chunk_ended(
     first: list[ChunkOutcome], run: int, data: st.DataObject
 ) -> None:
     """A model that counts the chunks one by one, as they ended."""
-    chunks = data.draw(
-        st.lists(st.integers(min_value=-(2**63), max_value=2**63 - 1), min_size=len(first), max_size=len(first))
-    )
+    chunks = data.draw(st.lists(hashes, min_size=len(first), max_size=len(first)))
     tally = Tally(chunks)
     for start in range(0, len(first), run):
         tally.put_run(start, first[start : start + run])
