@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 
 from kvbus.answers import Answer, CommandState
 from kvbus.client import SEND_TIMEOUT_S, CommandHandle, Hashes, KVBus
-from kvbus.errors import BusError, NotAnswered, ProtocolError, Stopped
+from kvbus.errors import BusError, ProtocolError, Stopped
 from kvbus.event_stream import Delivery, Start
 from kvbus.metrics import RateLimitedLog
 from kvbus.protocol.codec import new_message_id
@@ -143,17 +143,7 @@ class AsyncHandle:
 
     async def results(self, timeout_s: float | None = None) -> dict[str, Answer]:
         """The final results by worker, but raises NotAnswered, naming them, unless every live worker has answered."""
-        state = await self.wait(timeout_s)
-        if not state.complete:
-            silent = ", ".join(
-                [
-                    *state.waiting,
-                    *(f"{name} (died)" for name in state.dead),
-                    *(f"{name} (stuck)" for name in state.stuck),
-                ]
-            )
-            raise NotAnswered(f"{self.command.TYPE} {self.command_id}: no final result from {silent}")
-        return state.finals
+        return self.sync.finals(await self.wait(timeout_s))
 
 
 class _Sending:

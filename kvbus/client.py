@@ -76,7 +76,10 @@ class CommandHandle:
 
     def results(self, timeout_s: float | None = None) -> dict[str, Answer]:
         """The same, but raises NotAnswered, naming them, unless every live worker has answered."""
-        state = self.wait(timeout_s)
+        return self.finals(self.wait(timeout_s))
+
+    def finals(self, state: CommandState) -> dict[str, Answer]:
+        """The final results in a state of this command. Raises NotAnswered, naming who has not given one."""
         if not state.complete:
             silent = [
                 *(f"{name} (no answer yet)" for name in state.waiting),
