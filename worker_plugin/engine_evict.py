@@ -19,6 +19,7 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from kvbus.protocol.hashes import ChunkHash
 from kvbus.protocol.results import Outcome
 from worker_plugin.engine_ledger import Ledger
+from worker_plugin.engine_probe import any_in, codes_of
 from worker_plugin.engine_tiers import (
     Keys,
     TierLocks,
@@ -113,10 +114,10 @@ class Evictor:
         tiers, keys = self._tiers, self._keys
         if tiers.refusal:
             return [ChunkOutcome(Outcome.UNSUPPORTED, detail=tiers.refusal)] * len(chunks)
-        found = keys.of(chunks)
         others = [name for name in tiers.others if self._locations is not None and name in self._locations]
-        if not others and self._nowhere(found):
+        if not others and self._nowhere(chunks):
             return [_ENDED[0]] * len(chunks)
+        found = keys.of(chunks)
         work = [_Chunk(keys.ident(chunk), keys.parts(key)) for chunk, key in zip(chunks, found, strict=True)]
         for end in range(len(work), 0, -GROUP):
             group = work[max(0, end - GROUP) : end][::-1]
@@ -131,13 +132,14 @@ class Evictor:
                 item.keep(Outcome.UNSUPPORTED, f"kvbus does not remove from {', '.join(others)}")
         return [item.outcome() for item in work]
 
-    def _nowhere(self, keys: Sequence[Key]) -> bool:
-        """Whether none of the chunks is in a tier, on its way into one, or being read by a prefetch.
-
-        An agent's memory evicts all that it has seen; most of it has left by itself long before.
-        """
+    def _nowhere(self, chunks: Sequence[ChunkHash]) -> bool:
+        """Whether none of the chunks is in a tier, on its way into one, or being read by a prefetch."""
         cpu, disk = self._tiers.cpu, self._tiers.disk
-        if self._engine.use_layerwise:
+        if self._engine.use_layerwise or not chunks:
+            return False
+        [key] = self._keys.of(chunks[:1])
+        codes = codes_of(key, chunks)
+        if codes is None:
             return False
         with self._ledger.guard:
             if any(self._ledger.counts):
@@ -145,11 +147,11 @@ class Evictor:
             try:
                 if disk is not None:
                     with self._locks.hold(DISK_TIER, disk.disk_lock):
-                        if disk.disk_worker.put_tasks or any(map(disk.dict.__contains__, keys)):
+                        if disk.disk_worker.put_tasks or any_in(disk.dict, key, codes):
                             return False
                 if cpu is not None:
                     with self._locks.hold(CPU_TIER, cpu.cpu_lock):
-                        return not any(map(cpu.hot_cache.__contains__, keys))
+                        return not any_in(cpu.hot_cache, key, codes)
                 return True
             except TierStuck:
                 return False  # chunk by chunk, then, with all that there is to tell

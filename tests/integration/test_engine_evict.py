@@ -14,7 +14,9 @@ from tests.integration.conftest import MakeEngine
 from tests.integration.outcomes import count
 from worker_plugin import engine_prefetch
 from worker_plugin.engine_prefetch import read_exactly
-from worker_plugin.engine_types import ChunkOutcome
+from worker_plugin.engine_probe import codes_of
+from worker_plugin.engine_tiers import Keys
+from worker_plugin.engine_types import ChunkOutcome, Tags
 from worker_plugin.lmcache_access import CPU_TIER, DISK_TIER
 
 if TYPE_CHECKING:
@@ -312,3 +314,34 @@ class _LookupServer:
 
     def send_response_to_scheduler(self, lookup_id: str, retrieved_length: int) -> None:
         self.answered.set()
+
+
+@pytest.mark.parametrize("tags", [(), (("user", "a"), ("turn", "2"))])
+def test_the_hashes_of_keys_that_are_not_made_are_those_of_lmcache(engine: EngineUnderTest, tags: Tags) -> None:
+    """Else absent chunks would be looked for one by one, and nothing but the benchmark would tell."""
+    chunks = [*engine.text(1, 5).hashes, 0, 1, 2**63, 2**64 - 1]
+    keys = Keys(engine.lmcache, tags).of(chunks)
+    assert codes_of(keys[0], chunks) == [hash(key) for key in keys]
+
+
+@pytest.mark.parametrize("locations", [(CPU_TIER,), (DISK_TIER,), (CPU_TIER, DISK_TIER)])
+def test_one_chunk_among_many_that_are_nowhere_is_found(engine: EngineUnderTest, locations: tuple[str, ...]) -> None:
+    [chunk] = engine.stored(1, 1).hashes
+    absent = engine.text(2, 50).hashes
+    outcomes = engine.adapter.evict([*absent[:25], chunk, *absent[25:]], locations=locations)
+    assert [outcome.outcome.value for outcome in outcomes] == ["missing"] * 25 + ["evicted"] + ["missing"] * 25
+    assert outcomes[25].tiers == len(locations)
+    # The same chunk under another tag is another one.
+    assert count(engine.adapter.evict([chunk, *absent], tags=(("user", "a"),))) == {"missing": 51}
+    engine.assert_clean()
+
+
+def test_keys_that_hash_in_another_way_are_made(engine: EngineUnderTest, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = engine.text(1, 3)
+    key_class = type(engine.key(text.hashes[0]))
+    plain = key_class.__hash__
+    monkeypatch.setattr(key_class, "__hash__", lambda key: plain(key) ^ 1)
+    assert codes_of(engine.key(text.hashes[0]), text.hashes) is None
+    engine.cpu_engine.store(text.tokens, text.kv)
+    engine.cpu_engine.wait_stored()
+    assert count(engine.adapter.evict([5, *text.hashes])) == {"evicted": 3, "missing": 1}
