@@ -31,7 +31,8 @@ def codes_of(key: Key, chunks: Sequence[ChunkHash]) -> list[int] | None:
 
 def any_in(index: Container[Key], key: Key, codes: Sequence[int]) -> bool:
     """Whether the index may hold a key like this one with one of these codes. False is certain."""
-    probe = _probe_class(type(key))()
+    key_class: Any = type(key)
+    probe = _probe_class(key_class)()
     for probe.code in codes:  # noqa: SIM110 - a generator for any() takes a third longer
         if probe in index:
             return True
