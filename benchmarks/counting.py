@@ -49,6 +49,9 @@ class CountingEngine:
     def ahead(self, chunk: ChunkHash) -> None:
         pass
 
+    def leave(self, chunk: ChunkHash) -> None:
+        pass
+
     def load(self, chunk: ChunkHash) -> ChunkOutcome:
         self.chunks += 1
         return _LOADED

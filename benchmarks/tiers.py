@@ -95,6 +95,7 @@ def _store(engine: Any, chunks: int, text: int = 1) -> list[Any]:
 def _prefetch(directory: Path, mib: int, chunks: int, rounds: int) -> list[Row]:
     from kvbus.protocol.commands import DDR
     from kvbus.protocol.results import Outcome
+    from worker_plugin.engine_types import to_begin
 
     with _engine(directory, mib, DDR_GB) as (engine, adapter):
         hashes = _store(engine, chunks)
@@ -111,8 +112,8 @@ def _prefetch(directory: Path, mib: int, chunks: int, rounds: int) -> list[Row]:
         def load_all() -> None:
             with adapter.prefetching() as session:
                 for place, chunk in enumerate(hashes):
-                    if place + 1 < len(hashes):
-                        session.ahead(hashes[place + 1])  # as the worker does
+                    for later in to_begin(hashes, place):  # as the worker does
+                        session.ahead(later)
                     outcome = session.load(chunk)
                     if outcome.outcome is not Outcome.LOADED:
                         raise RuntimeError(f"{outcome}")

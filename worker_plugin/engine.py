@@ -1,7 +1,8 @@
 """kvbus's verbs on a real LMCacheEngine: prefetch, evict, lookup, chunk by chunk.
 
 engine_types.py: what callers see. engine_prefetch.py, engine_evict.py: the verbs. engine_tiers.py: steps on LMCache's
-tiers. engine_ledger.py: what running prefetches hold. lmcache_access.py: all that is touched of LMCache, and its check.
+tiers. engine_files.py: reading files. engine_probe.py: which chunks are nowhere. engine_ledger.py: what running
+prefetches hold. lmcache_access.py: all that is touched of LMCache, and its check.
 """
 
 from __future__ import annotations

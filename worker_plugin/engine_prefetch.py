@@ -3,19 +3,22 @@
 LMCache's own prefetch leaks a reference for every chunk, can deadlock the SSD tier, stops at the first gap and
 registers short files as KV (0.4.3 and 0.4.4). Here every byte is counted, no allocation is waited for, and whatever a
 load takes it gives back.
+
+A load is begun (`_begin`: pins, memory), its files are read, and it is completed (`_complete`: into DDR's index).
+Chunks that are read ahead are begun early and read by other threads, and completed in their turn, like any other.
 """
 
 from __future__ import annotations
 
 import errno
 import logging
-import os
 from collections.abc import Hashable, Sequence
 from types import TracebackType
 from typing import NamedTuple, Self
 
 from kvbus.protocol.hashes import ChunkHash
 from kvbus.protocol.results import Outcome
+from worker_plugin.engine_files import Changed, Damaged, ReadAhead, Readers, read_exactly
 from worker_plugin.engine_ledger import Ledger, Load
 from worker_plugin.engine_tiers import (
     Keys,
@@ -44,20 +47,44 @@ from worker_plugin.lmcache_access import (
 log = logging.getLogger(__name__)
 
 
-class Damaged(Exception):
-    """A file does not hold what the index says."""
-
-
-class Changed(Exception):
-    """A file was written to while it was read."""
-
-
 class Ended(NamedTuple):
     """How one load ended, before the chunk's hash is put to it."""
 
     outcome: Outcome
     size: int = 0
     detail: str = ""
+
+
+class _Reading:
+    """A load that has begun: what it has pinned and allocated until it ends. need: bytes a part.
+
+    ahead: None where the session reads for itself.
+    """
+
+    __slots__ = ("ahead", "cpu", "disk", "entries", "ident", "load", "need", "objects", "parts")
+
+    def __init__(
+        self, cpu: CpuBackend, disk: DiskBackend | None, ident: Hashable, parts: Sequence[Key], load: Load
+    ) -> None:
+        self.cpu, self.disk, self.ident, self.parts, self.load = cpu, disk, ident, parts, load
+        self.entries: Sequence[DiskEntry] = ()
+        self.objects: list[MemoryObject] = []
+        self.need = 0
+        self.ahead: ReadAhead | None = None
+
+    def read(self) -> None:
+        """All parts' files into their memory. Raises what read_exactly raises."""
+        assert self.disk is not None
+        for entry, memory in zip(self.entries, self.objects, strict=True):
+            direct = self.disk.use_odirect and self.need % self.disk.os_disk_bs == 0
+            buffer = memory.byte_array[: self.need]
+            try:
+                read_exactly(entry.path, buffer, entry.size, direct=direct)
+            except OSError as error:
+                if not direct or error.errno != errno.EINVAL:
+                    raise
+                read_exactly(entry.path, buffer, entry.size)  # no O_DIRECT here, or the pool is not aligned to it
+            memory.meta.cached_positions = entry.cached_positions
 
 
 class Session:
@@ -78,6 +105,8 @@ class Session:
         self._sources = sources
         self._max_share = max_share
         self._order: dict[Hashable, Sequence[Key]] = {}
+        self._readers = Readers()
+        self._ahead: dict[Hashable, _Reading] = {}
 
     def __enter__(self) -> Self:
         return self
@@ -89,6 +118,9 @@ class Session:
 
     def close(self) -> None:
         """Give all held references back, and leave the first chunks as the last ones that LRU would push out."""
+        while self._ahead:
+            self._abandon(self._ahead.popitem()[1])
+        self._readers.close()
         with self._ledger.guard:
             order, self._order = self._order, {}
             objects = self._ledger.release(self, list(order))
@@ -110,28 +142,32 @@ class Session:
                     objects.pop().ref_count_down()
 
     def ahead(self, chunk: ChunkHash) -> None:
-        """See engine_types.PrefetchSession.ahead. A hint, without locks. Raises nothing: `load` finds what is wrong."""
+        """See engine_types.PrefetchSession.ahead. Raises nothing: `load` will meet it again, and tell."""
         try:
-            self._ahead(chunk)
+            ident = self._keys.ident(chunk)
+            tiers = Tiers(self._engine)
+            parts = self._parts(chunk)
+            if ident in self._ahead or not _may_read(tiers, parts):
+                return
+            begun = self._begin(tiers, ident, parts)
+            if isinstance(begun, _Reading):
+                self._ahead[ident] = begun
+                begun.ahead = self._readers.submit(begun.read)
         except Exception:
             log.debug("no reading ahead for chunk %s", chunk, exc_info=True)
 
-    def _ahead(self, chunk: ChunkHash) -> None:
-        tiers = Tiers(self._engine)
-        cpu, disk = tiers.cpu, tiers.disk
-        if tiers.refusal or cpu is None or disk is None or disk.use_odirect or tiers.disk_bypassed:
-            return
-        if self._sources is not None and DISK_TIER not in self._sources:
-            return
-        for part in self._keys.parts(self._keys.of([chunk])[0]):
-            entry = disk.dict.get(part)
-            if entry is not None and part not in cpu.hot_cache:
-                read_ahead(entry.path)
+    def leave(self, chunk: ChunkHash) -> None:
+        """See engine_types.PrefetchSession.leave."""
+        begun = self._ahead.pop(self._keys.ident(chunk), None)
+        if begun is not None:
+            self._abandon(begun)
 
     def load(self, chunk: ChunkHash) -> ChunkOutcome:
         """Bring one chunk into DDR; see engine_types.PrefetchSession.load. Raises nothing."""
         try:
-            ended = self._load(chunk)
+            ident = self._keys.ident(chunk)
+            begun = self._ahead.pop(ident, None) or self._begin(Tiers(self._engine), ident, self._parts(chunk))
+            ended = self._complete(begun) if isinstance(begun, _Reading) else begun
         except TierStuck as stuck:
             ended = Ended(Outcome.TIER_STUCK, detail=str(stuck))
         except Exception as error:
@@ -139,29 +175,28 @@ class Session:
             ended = Ended(Outcome.FAILED, detail=f"{type(error).__name__}: {error}")
         return ChunkOutcome(ended.outcome, bytes=ended.size, detail=ended.detail)
 
-    def _load(self, chunk: ChunkHash) -> Ended:
-        tiers = Tiers(self._engine)
-        cpu, disk = tiers.cpu, tiers.disk
+    def _parts(self, chunk: ChunkHash) -> Sequence[Key]:
+        return self._keys.parts(self._keys.of([chunk])[0])
+
+    def _begin(self, tiers: Tiers, ident: Hashable, parts: Sequence[Key]) -> _Reading | Ended:
+        """A load whose files are to be read, or how it ends without."""
+        cpu = tiers.cpu
         if tiers.refusal or cpu is None:
             return Ended(Outcome.UNSUPPORTED, detail=tiers.refusal or "there is no DDR tier")
         if not cpu.use_hot:
             return Ended(Outcome.UNSUPPORTED, detail="DDR is off as a tier (local_cpu, or set_hot_cache)")
-        ident = self._keys.ident(chunk)
-        parts = self._keys.parts(self._keys.of([chunk])[0])
         limit = int(pool_of(cpu).address_manager.get_heap_size() * self._max_share)
         with self._ledger.guard:
             if self._take_resident(cpu, ident, parts, limit):
                 return Ended(Outcome.RESIDENT)
-            load = self._ledger.begin(ident)
+            reading = _Reading(cpu, tiers.disk, ident, parts, self._ledger.begin(ident))
+        refusal: Ended | None = Ended(Outcome.FAILED, detail="the load was broken off")
         try:
-            if disk is None or (self._sources is not None and DISK_TIER not in self._sources):
-                return self._elsewhere(tiers)
-            if tiers.disk_bypassed:
-                return Ended(Outcome.UNSUPPORTED, detail=f"{DISK_TIER} is bypassed: its health check failed")
-            return self._from_disk(tiers, cpu, disk, load, ident, parts, limit)
+            refusal = self._prepare(tiers, reading, limit)
         finally:
-            with self._ledger.guard:
-                self._ledger.end(ident, load)
+            if refusal is not None:
+                self._end(reading, refusal)
+        return reading if refusal is None else refusal
 
     def _take_resident(self, cpu: CpuBackend, ident: Hashable, parts: Sequence[Key], limit: int) -> bool:
         """Under the guard: where DDR has the chunk, hold it for the session. Beyond the share it is left unheld."""
@@ -184,16 +219,13 @@ class Session:
             return Ended(Outcome.UNSUPPORTED, detail=f"may be in {', '.join(others)}, from which kvbus does not load")
         return Ended(Outcome.MISSING)
 
-    def _from_disk(
-        self,
-        tiers: Tiers,
-        cpu: CpuBackend,
-        disk: DiskBackend,
-        load: Load,
-        ident: Hashable,
-        parts: Sequence[Key],
-        limit: int,
-    ) -> Ended:
+    def _prepare(self, tiers: Tiers, reading: _Reading, limit: int) -> Ended | None:
+        """Pins on the files and memory for what is in them; or why there is nothing to be read."""
+        disk, parts = tiers.disk, reading.parts
+        if disk is None or (self._sources is not None and DISK_TIER not in self._sources):
+            return self._elsewhere(tiers)
+        if tiers.disk_bypassed:
+            return Ended(Outcome.UNSUPPORTED, detail=f"{DISK_TIER} is bypassed: its health check failed")
         with self._locks.hold(DISK_TIER, disk.disk_lock):
             if any_written(disk, parts):
                 return Ended(Outcome.BUSY, detail="its file is being written")
@@ -201,14 +233,36 @@ class Session:
             if len(entries) == len(parts):
                 for entry in entries:
                     self._ledger.pin(entry)
+                reading.entries = entries
         if not entries:
             return self._elsewhere(tiers)
         if len(entries) < len(parts):
             return Ended(Outcome.MISSING, detail=f"only {len(entries)} of its {len(parts)} layers are there")
+        first = entries[0]
+        if self._engine.metadata.get_num_groups() > 1:
+            # LocalDiskBackend remembers the shape of the first group only (0.4.3, 0.4.4).
+            return Ended(Outcome.UNSUPPORTED, detail="the model has several groups of KV layers")
+        if any(entry.shape != first.shape or entry.dtype != first.dtype for entry in entries[1:]):
+            return Ended(Outcome.UNSUPPORTED, detail="its layers differ in shape")
+        with self._ledger.guard:
+            if not self._ledger.reserve(reading.load, sum(entry.size for entry in entries), limit):
+                return Ended(Outcome.NO_SPACE, detail=f"prefetches may hold {limit:,} bytes of DDR at once")
+        reading.objects = self._allocate(reading.cpu, first, parts)
+        if not reading.objects:
+            return Ended(Outcome.NO_SPACE, detail="DDR is full of chunks that are in use")
+        reading.need = first.shape.numel() * first.dtype.itemsize
+        return None
+
+    def _complete(self, reading: _Reading) -> Ended:
+        """Wait for the files, or read them; then into DDR with them."""
         ended = Ended(Outcome.FAILED, detail="the load was broken off")
         damage = ""
         try:
-            ended = self._read_and_put(cpu, disk, load, ident, parts, entries, limit)
+            if reading.ahead is None:
+                reading.read()
+            else:
+                reading.ahead.get()
+            ended = self._take_in(reading)
         except FileNotFoundError:
             damage = "its file was gone"
         except Damaged as error:
@@ -218,11 +272,43 @@ class Session:
         except OSError as error:
             ended = Ended(Outcome.FAILED, detail=f"its file could not be read: {error}")
         finally:
-            ended = self._finish(disk, parts, entries, ended, damage)
+            ended = self._end(reading, ended, damage)
         return ended
 
+    def _take_in(self, reading: _Reading) -> Ended:
+        """What was read, into DDR's index, unless an evict came meanwhile."""
+        with self._ledger.guard:
+            if reading.load.cancelled:
+                return Ended(Outcome.EVICTED, detail="an evict came while it was read")
+            objects = reading.objects
+            if not self._put(reading.cpu, reading.parts, objects):
+                return Ended(Outcome.FAILED, detail="DDR did not take it")
+            size = sum(memory.get_physical_size() for memory in objects)
+            self._ledger.hold(reading.ident, self, objects, size)
+            self._order.setdefault(reading.ident, reading.parts)
+            reading.objects = []
+        return Ended(Outcome.LOADED, size=reading.need * len(reading.parts))
+
+    def _abandon(self, reading: _Reading) -> None:
+        """End a load that nobody wants any more. Waits for its reader, which writes into its memory."""
+        if reading.ahead is not None:
+            reading.ahead.drop()
+        self._end(reading, Ended(Outcome.EVICTED))
+
+    def _end(self, reading: _Reading, ended: Ended, damage: str = "") -> Ended:
+        """Give back what the load has taken, and is not DDR's now."""
+        try:
+            for memory in reading.objects:
+                memory.ref_count_down()
+            if reading.disk is not None and reading.entries:
+                return self._finish(reading.disk, reading.parts, reading.entries, ended, damage)
+            return ended
+        finally:
+            with self._ledger.guard:
+                self._ledger.end(reading.ident, reading.load)
+
     def _finish(
-        self, disk: DiskBackend, parts: Sequence[Key], entries: list[DiskEntry], ended: Ended, damage: str
+        self, disk: DiskBackend, parts: Sequence[Key], entries: Sequence[DiskEntry], ended: Ended, damage: str
     ) -> Ended:
         """Unpin; count the hit, or take a damaged chunk out of the tier's index."""
         try:
@@ -242,7 +328,7 @@ class Session:
                 return Ended(Outcome.MISSING, detail=f"{damage}; {DISK_TIER} is stuck and keeps its entry")
         return ended
 
-    def _mend(self, disk: DiskBackend, parts: Sequence[Key], entries: list[DiskEntry], damage: str) -> Ended:
+    def _mend(self, disk: DiskBackend, parts: Sequence[Key], entries: Sequence[DiskEntry], damage: str) -> Ended:
         """Under disk_lock: forget a chunk whose data is gone or damaged, all layers of it."""
         if any_written(disk, parts):
             return Ended(Outcome.BUSY, detail=f"{damage}; it is being written anew")
@@ -258,54 +344,6 @@ class Session:
             remove_from_disk(disk, part, entry)
         log.warning("%s: chunk %s: %s; taken out of the index", DISK_TIER, parts[0], damage)
         return Ended(Outcome.MISSING, detail=f"{damage}; taken out of the tier's index")
-
-    def _read_and_put(
-        self,
-        cpu: CpuBackend,
-        disk: DiskBackend,
-        load: Load,
-        ident: Hashable,
-        parts: Sequence[Key],
-        entries: list[DiskEntry],
-        limit: int,
-    ) -> Ended:
-        first = entries[0]
-        if self._engine.metadata.get_num_groups() > 1:
-            # LocalDiskBackend remembers the shape of the first group only (0.4.3, 0.4.4).
-            return Ended(Outcome.UNSUPPORTED, detail="the model has several groups of KV layers")
-        if any(entry.shape != first.shape or entry.dtype != first.dtype for entry in entries[1:]):
-            return Ended(Outcome.UNSUPPORTED, detail="its layers differ in shape")
-        size = sum(entry.size for entry in entries)
-        with self._ledger.guard:
-            if not self._ledger.reserve(load, size, limit):
-                return Ended(Outcome.NO_SPACE, detail=f"prefetches may hold {limit:,} bytes of DDR at once")
-        objects = self._allocate(cpu, first, parts)
-        if not objects:
-            return Ended(Outcome.NO_SPACE, detail="DDR is full of chunks that are in use")
-        try:
-            need = first.shape.numel() * first.dtype.itemsize
-            for entry, memory in zip(entries, objects, strict=True):
-                direct = disk.use_odirect and need % disk.os_disk_bs == 0
-                buffer = memory.byte_array[:need]
-                try:
-                    read_exactly(entry.path, buffer, entry.size, direct=direct)
-                except OSError as error:
-                    if not direct or error.errno != errno.EINVAL:
-                        raise
-                    read_exactly(entry.path, buffer, entry.size)  # no O_DIRECT here, or the pool is not aligned to it
-                memory.meta.cached_positions = entry.cached_positions
-            with self._ledger.guard:
-                if load.cancelled:
-                    return Ended(Outcome.EVICTED, detail="an evict came while it was read")
-                if not self._put(cpu, parts, objects):
-                    return Ended(Outcome.FAILED, detail="DDR did not take it")
-                self._ledger.hold(ident, self, objects, sum(memory.get_physical_size() for memory in objects))
-                self._order.setdefault(ident, parts)
-                objects = []
-            return Ended(Outcome.LOADED, size=need * len(parts))
-        finally:
-            for memory in objects:
-                memory.ref_count_down()
 
     def _put(self, cpu: CpuBackend, parts: Sequence[Key], objects: list[MemoryObject]) -> bool:
         """Under the guard: into DDR's index. The allocation's own reference becomes the session's hold.
@@ -343,6 +381,12 @@ class Session:
                     return []
 
 
+def _may_read(tiers: Tiers, parts: Sequence[Key]) -> bool:
+    """Whether it looks as if there were a file to read, without locks: `_begin` looks again."""
+    cpu, disk = tiers.cpu, tiers.disk
+    return cpu is not None and disk is not None and parts[0] in disk.dict and parts[0] not in cpu.hot_cache
+
+
 def _push_out_one_chunk(cpu: CpuBackend, layers: int) -> bool:
     """Under cpu_lock: all layers of the policy's next victim, unless one of them is in use."""
     victims = cpu.cache_policy.get_evict_candidates(cpu.hot_cache, num_candidates=1)
@@ -356,41 +400,3 @@ def _push_out_one_chunk(cpu: CpuBackend, layers: int) -> bool:
         return False
     remove_from_cpu(cpu, parts)
     return True
-
-
-def read_ahead(path: str) -> None:
-    """Ask the system to bring a file into its page cache, and do not wait for it. Raises nothing."""
-    try:
-        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return
-    try:
-        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_WILLNEED)
-    except OSError:
-        pass  # not every file system takes advice
-    finally:
-        os.close(file)
-
-
-def read_exactly(path: str, buffer: memoryview, most: int, *, direct: bool = False) -> None:
-    """Fill the buffer from the start of a file that holds at least that many bytes and at most `most`.
-
-    Raises FileNotFoundError; Damaged for a file of another size or one that ends early; Changed when the file was
-    written to meanwhile (LMCache rewrites files in place).
-    """
-    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | (os.O_DIRECT if direct else 0))
-    try:
-        before = os.fstat(file)
-        if not len(buffer) <= before.st_size <= most:
-            raise Damaged(f"its file has {before.st_size:,} bytes instead of {len(buffer):,} to {most:,}")
-        done = 0
-        while done < len(buffer):
-            got = os.preadv(file, [buffer[done:]], done)
-            if got == 0:
-                raise Damaged(f"its file ended after {done:,} of {len(buffer):,} bytes")
-            done += got
-        after = os.fstat(file)
-        if (after.st_mtime_ns, after.st_size) != (before.st_mtime_ns, before.st_size):
-            raise Changed
-    finally:
-        os.close(file)

@@ -102,11 +102,27 @@ class EngineUsage(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
+AHEAD = 4
+"""Chunks that are begun before it is their turn to be loaded, so that a disk does not rest between two of them."""
+
+
+def to_begin(chunks: Sequence[ChunkHash], place: int) -> Sequence[ChunkHash]:
+    """The chunks to begin with when it is the turn of chunk number `place`."""
+    return chunks[1 : 1 + AHEAD] if place == 0 else chunks[place + AHEAD : place + AHEAD + 1]
+
+
 class PrefetchSession(Protocol):
     """One command's prefetch. Used by one thread; evicts of the same chunks may come from any other."""
 
     def ahead(self, chunk: ChunkHash) -> None:
-        """The chunk will be loaded soon: where it has to come from a disk, the disk may begin. Waits for nothing."""
+        """The chunk will be loaded soon: where its file has to be read, begin with it. Does not wait for a disk.
+
+        At most AHEAD chunks at a time, each to be followed by its `load` or `leave`.
+        """
+        ...
+
+    def leave(self, chunk: ChunkHash) -> None:
+        """The chunk will not be loaded after all: what was begun ahead is given back."""
         ...
 
     def load(self, chunk: ChunkHash) -> ChunkOutcome:

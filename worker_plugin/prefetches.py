@@ -17,7 +17,7 @@ from kvbus.protocol.hashes import ChunkHash
 from kvbus.protocol.results import CommandResult, Outcome, Status
 from kvbus.streams.connection import ServerClock
 from kvbus.streams.worker_log import Task
-from worker_plugin.engine_types import ChunkOutcome, Engine, PrefetchSession, Tags
+from worker_plugin.engine_types import ChunkOutcome, Engine, PrefetchSession, Tags, to_begin
 from worker_plugin.tally import AGAIN, Tally, failure
 
 _log = logging.getLogger(__name__)
@@ -188,8 +188,9 @@ class Prefetches:
                 return None
             if self._clock.now_ms() > job.deadline_ms:
                 return Status.EXPIRED
-            if place + 1 < len(chunks):
-                session.ahead(chunks[place + 1])  # so that the disk does not rest between two chunks
+            for later in to_begin(chunks, place):
+                if later not in job.dropped:
+                    session.ahead(later)
             tally.put(place, self._load(job, session, chunk))
         # Chunks that were being written at that moment are in DDR or on the SSD a little later.
         for _ in range(BUSY_TRIES):
@@ -207,9 +208,11 @@ class Prefetches:
                 job.remaining[chunk] -= 1
             else:
                 del job.remaining[chunk]
-            if chunk in job.dropped:
-                return ChunkOutcome(Outcome.EVICTED)
-            job.loading = chunk
+            dropped = chunk in job.dropped
+            job.loading = None if dropped else chunk
+        if dropped:
+            session.leave(chunk)
+            return ChunkOutcome(Outcome.EVICTED)
         self._busy_since = time.monotonic()
         outcome = session.load(chunk)
         with self._lock:

@@ -1,7 +1,7 @@
 """One worker: its threads, its heartbeat, its loop. A guest: it never raises into its host, and stops within a bound.
 
 kvbus-reader     takes commands, carries out the short ones, commits; reconnects and reopens
-kvbus-prefetch   carries out prefetches (prefetches.py)
+kvbus-prefetch   carries out prefetches (prefetches.py), with up to two kvbus-read for files (engine_files.py)
 kvbus-keeper     heartbeat, counters, commits of the long lane, watchdog
 """
 

@@ -12,6 +12,7 @@ from tests.integration.outcomes import count
 from worker_plugin.cpu_engine import CpuEngine, CpuEngineConfig
 from worker_plugin.engine import ChunkOutcome, LMCacheEngineAdapter, Tags
 from worker_plugin.engine_tiers import Keys
+from worker_plugin.engine_types import to_begin
 from worker_plugin.lmcache_access import CPU_TIER, DISK_TIER
 
 
@@ -68,8 +69,15 @@ class EngineUnderTest:
         return text
 
     def prefetch(self, hashes: Iterable[ChunkHash], **options: Any) -> list[ChunkOutcome]:
+        """As a worker does it: the next ones are begun before it is their turn."""
+        chunks = list(hashes)
+        found = []
         with self.adapter.prefetching(**options) as session:
-            return [session.load(chunk) for chunk in hashes]
+            for place, chunk in enumerate(chunks):
+                for later in to_begin(chunks, place):
+                    session.ahead(later)
+                found.append(session.load(chunk))
+        return found
 
     def tiers(self, chunk: ChunkHash, *, tags: Tags = ()) -> tuple[str, ...]:
         return self.adapter.lookup([chunk], tags=tags)[0].tiers

@@ -13,7 +13,7 @@ import pytest
 from tests.integration.conftest import MakeEngine
 from tests.integration.outcomes import count
 from worker_plugin import engine_prefetch
-from worker_plugin.engine_prefetch import read_exactly
+from worker_plugin.engine_files import read_exactly
 from worker_plugin.engine_probe import codes_of
 from worker_plugin.engine_tiers import Keys
 from worker_plugin.engine_types import ChunkOutcome, Tags

@@ -13,7 +13,7 @@ import pytest
 from tests.integration.conftest import MakeEngine
 from tests.integration.outcomes import count
 from worker_plugin import engine_prefetch
-from worker_plugin.engine_prefetch import Changed, Damaged, read_ahead, read_exactly
+from worker_plugin.engine_files import Changed, Damaged, read_exactly
 from worker_plugin.lmcache_access import CPU_TIER, DISK_TIER
 
 if TYPE_CHECKING:
@@ -62,29 +62,6 @@ def test_everything_is_put_back_when_the_session_ends(engine: EngineUnderTest) -
     usage = engine.adapter.usage()
     assert usage.clean, usage
     assert (usage.pool_objects, usage.pool_bytes) == (8, 8 * engine.config.chunk_bytes)
-
-
-def test_reading_ahead_asks_for_the_files_of_chunks_on_the_ssd_alone(
-    engine: EngineUnderTest, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[str] = []
-
-    def note(path: str) -> None:
-        asked.append(path)
-        read_ahead(path)
-
-    monkeypatch.setattr(engine_prefetch, "read_ahead", note)
-    text = engine.on_disk(1, 3)
-    resident, gone, there = text.hashes
-    paths = {chunk: engine.disk.dict[engine.key(chunk)].path for chunk in text.hashes}
-    engine.prefetch([resident])
-    asked.clear()
-    os.remove(paths[gone])
-    with engine.adapter.prefetching() as session:
-        for chunk in (resident, gone, there, 77):
-            session.ahead(chunk)
-    assert asked == [paths[gone], paths[there]]
-    assert engine.adapter.usage().clean
 
 
 def test_first_chunks_are_the_last_to_be_pushed_out(engine: EngineUnderTest) -> None:
@@ -246,6 +223,148 @@ def test_o_direct_where_lmcache_is_set_to_it_and_plain_reads_where_it_cannot_be(
     engine.disk.use_odirect = True  # the pool may be unaligned, the file system without O_DIRECT: both are EINVAL
     assert count(engine.prefetch(text.hashes)) == {"loaded": 3}
     engine.assert_holds(text)
+
+
+class Reads:
+    """Stands in for read_exactly: notes which thread reads which file, and lets none end before `go_on`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.by: dict[str, str] = {}
+        self.begun = threading.Semaphore(0)
+        self.go_on = threading.Event()
+        monkeypatch.setattr(engine_prefetch, "read_exactly", self)
+
+    def __call__(self, path: str, *arguments: Any, **options: Any) -> None:
+        self.by[path] = threading.current_thread().name
+        self.begun.release()
+        assert self.go_on.wait(30)
+        read_exactly(path, *arguments, **options)
+
+
+class TestReadingAhead:
+    """Chunks that are begun before it is their turn."""
+
+    def test_the_session_s_own_threads_read_and_end_with_it(
+        self, engine: EngineUnderTest, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        text = engine.on_disk(1, 3)
+        paths = [engine.disk.dict[engine.key(chunk)].path for chunk in text.hashes]
+        reads = Reads(monkeypatch)
+        with engine.adapter.prefetching() as session:
+            for chunk in text.hashes[:2]:
+                session.ahead(chunk)
+                session.ahead(chunk)  # nothing more
+                assert reads.begun.acquire(timeout=10)
+            reads.go_on.set()
+            assert [str(session.load(chunk).outcome) for chunk in text.hashes] == ["loaded"] * 3
+        readers = [reads.by[path] for path in paths]
+        assert set(readers[:2]) == {"kvbus-read-0", "kvbus-read-1"}
+        assert readers[2] == threading.current_thread().name
+        assert not [thread for thread in threading.enumerate() if thread.name.startswith("kvbus-read")]
+        engine.assert_holds(text)
+        engine.assert_clean()
+
+    def test_only_chunks_on_the_ssd_are_begun(self, engine: EngineUnderTest) -> None:
+        text = engine.on_disk(1, 2)
+        engine.prefetch(text.hashes[:1])
+        with engine.adapter.prefetching() as session:
+            for chunk in (text.hashes[0], 77):
+                session.ahead(chunk)
+                assert engine.adapter.usage().session_loads == 0
+            session.ahead(text.hashes[1])
+            assert engine.adapter.usage().session_loads == 1
+        engine.assert_clean()
+
+    @pytest.mark.parametrize("how", ["left", "closed"])
+    def test_what_is_not_loaded_is_given_back_when_nobody_writes_into_it_any_more(
+        self, engine: EngineUnderTest, monkeypatch: pytest.MonkeyPatch, how: str
+    ) -> None:
+        text = engine.on_disk(1, 4)
+        reads = Reads(monkeypatch)
+        given_back = threading.Event()
+
+        def begin_and_leave() -> None:
+            with engine.adapter.prefetching() as session:
+                for chunk in text.hashes:  # two are being read, two wait for a reader
+                    session.ahead(chunk)
+                for chunk in text.hashes if how == "left" else ():
+                    session.leave(chunk)
+                    session.leave(chunk)  # nothing more
+            given_back.set()
+
+        thread = threading.Thread(target=begin_and_leave)
+        thread.start()
+        assert reads.begun.acquire(timeout=10)
+        assert not given_back.wait(0.2), "a reader is still writing"
+        assert engine.adapter.usage().pool_objects > 0
+        reads.go_on.set()
+        thread.join(timeout=30)
+        assert given_back.is_set()
+        usage = engine.adapter.usage()
+        assert usage.clean, usage
+        assert usage.pool_objects == 0
+
+    def test_an_evict_cancels_what_was_begun(self, engine: EngineUnderTest) -> None:
+        text = engine.on_disk(1, 3)
+        with engine.adapter.prefetching() as session:
+            for chunk in text.hashes:
+                session.ahead(chunk)
+            assert count(engine.adapter.evict(text.hashes[:2], locations=(CPU_TIER,))) == {"missing": 2}
+            assert [str(session.load(chunk).outcome) for chunk in text.hashes] == ["evicted", "evicted", "loaded"]
+            # Asked for again, they are wanted again.
+            assert [str(session.load(chunk).outcome) for chunk in text.hashes] == ["loaded", "loaded", "resident"]
+        engine.assert_holds(text)
+        engine.assert_clean()
+
+    def test_what_was_stored_meanwhile_is_not_replaced(self, engine: EngineUnderTest) -> None:
+        text = engine.on_disk(1, 2)
+        with engine.adapter.prefetching() as session:
+            session.ahead(text.hashes[0])
+            engine.cpu_engine.store(text.tokens, text.kv)
+            stored = engine.cpu.hot_cache[engine.key(text.hashes[0])]
+            assert str(session.load(text.hashes[0]).outcome) == "loaded"
+            assert engine.cpu.hot_cache[engine.key(text.hashes[0])] is stored
+        engine.cpu_engine.wait_stored()
+        engine.assert_holds(text)
+        assert engine.adapter.reconcile()  # it was stored twice
+        engine.assert_clean()
+
+    def test_faults_of_the_disk_are_told_by_load(
+        self, engine: EngineUnderTest, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        text = engine.on_disk(1, 4)
+        gone, short, broken = (engine.disk.dict[engine.key(chunk)].path for chunk in text.hashes[:3])
+        os.remove(gone)
+        os.truncate(short, 100)
+
+        def read(path: str, *arguments: Any, **options: Any) -> None:
+            if path == broken:
+                raise OSError(5, "Input/output error")
+            read_exactly(path, *arguments, **options)
+
+        monkeypatch.setattr(engine_prefetch, "read_exactly", read)
+        with engine.adapter.prefetching() as session:
+            for chunk in text.hashes:
+                session.ahead(chunk)
+            found = [session.load(chunk) for chunk in text.hashes]
+        assert [str(outcome.outcome) for outcome in found] == ["missing", "missing", "failed", "loaded"]
+        assert ["gone" in found[0].detail, "100 bytes" in found[1].detail, "Input" in found[2].detail] == [True] * 3
+        engine.assert_clean()
+
+    def test_no_room_ahead_of_its_turn_is_asked_for_again_in_its_turn(self, make_engine: MakeEngine) -> None:
+        engine = make_engine(cpu_gb=0.001, max_share=0.25)
+        fitting = engine.adapter.usage().pool_size // 4 // engine.config.chunk_bytes
+        text = engine.on_disk(1, fitting + 1)
+        other = engine.adapter.prefetching()
+        with engine.adapter.prefetching() as session, other as before:
+            for chunk in text.hashes[:fitting]:
+                before.load(chunk)
+            session.ahead(text.hashes[-1])
+            assert engine.adapter.usage().session_loads == 0
+            assert str(session.load(text.hashes[-1]).outcome) == "no_space"
+            engine.adapter.evict(text.hashes[:1], locations=(CPU_TIER,))
+            assert str(session.load(text.hashes[-1]).outcome) == "loaded"
+        engine.assert_clean()
 
 
 class TestReadExactly:

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tests.integration.conftest import MakeEngine
+from worker_plugin.engine_types import to_begin
 from worker_plugin.lmcache_access import CPU_TIER
 
 if TYPE_CHECKING:
@@ -55,7 +56,12 @@ class Traffic:
         text = rng.choice(self.texts)
         asked = rng.sample(range(CHUNKS), rng.randint(1, CHUNKS))
         with self.engine.adapter.prefetching() as session:
-            for place in asked:
+            for turn, place in enumerate(asked):
+                for later in to_begin(asked, turn):
+                    session.ahead(text.hashes[later])
+                if rng.random() < 0.1:
+                    session.leave(text.hashes[place])
+                    continue
                 outcome = session.load(text.hashes[place])
                 self.seen[str(outcome.outcome)] += 1
                 assert outcome.outcome not in ("failed", "tier_stuck", "unsupported"), outcome

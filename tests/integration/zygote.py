@@ -80,6 +80,9 @@ class _CrashingSession:
     def ahead(self, chunk: ChunkHash) -> None:
         self._session.ahead(chunk)
 
+    def leave(self, chunk: ChunkHash) -> None:
+        self._session.leave(chunk)
+
     def load(self, chunk: ChunkHash) -> ChunkOutcome:
         self._engine._step("load", [chunk], "before")
         outcome: ChunkOutcome = self._session.load(chunk)

@@ -52,6 +52,9 @@ class ScriptedEngine:
     def ahead(self, chunk: ChunkHash) -> None:
         self.calls.append(("ahead", (chunk,)))
 
+    def leave(self, chunk: ChunkHash) -> None:
+        self.calls.append(("leave", (chunk,)))
+
     def load(self, chunk: ChunkHash) -> ChunkOutcome:
         self.calls.append(("load", (chunk,)))
         if self.raises is not None:

@@ -58,12 +58,34 @@ def test_prefetch_loads_in_the_given_order_and_tells_what_is_missing(
     engine.ddr.add(3)
     result = done(client.prefetch([9, 500, 3, 7]))
     assert [chunks[0] for verb, chunks in engine.calls if verb == "load"] == [9, 500, 3, 7]
-    ahead = [(verb, chunks[0]) for verb, chunks in engine.calls]
-    assert ahead[:4] == [("ahead", 500), ("load", 9), ("ahead", 3), ("load", 500)], "the disk has the next one to read"
-    assert ahead[-1] == ("load", 7)
     counts = result.counts
     assert (counts.requested, counts.loaded, counts.resident, counts.missing) == (4, 2, 1, 1)
     assert (counts.bytes, result.chunks.missing, result.status) == (200, (500,), Status.DONE)
+
+
+def test_a_few_chunks_are_begun_before_their_turn_each_of_them_once(
+    client: KVBus, engine: ScriptedEngine, worker: Worker
+) -> None:
+    done(client.prefetch(range(1, 8)))
+    calls = [(verb, chunks[0]) for verb, chunks in engine.calls]
+    first = [("ahead", 2), ("ahead", 3), ("ahead", 4), ("ahead", 5), ("load", 1), ("ahead", 6), ("load", 2)]
+    assert calls[:7] == first, "the disk has something to read"
+    assert calls[7:] == [("ahead", 7), *(("load", chunk) for chunk in range(3, 8))]
+
+
+def test_what_was_begun_for_a_chunk_that_an_evict_took_is_left(
+    client: KVBus, engine: ScriptedEngine, worker: Worker
+) -> None:
+    engine.gate.clear()
+    prefetch = client.prefetch(range(1, 10))
+    assert engine.loading.wait(10)
+    done(client.evict([3, 8], locations=[DDR]))
+    engine.gate.set()
+    assert done(prefetch).counts.evicted == 2
+    calls = [(verb, chunks[0]) for verb, chunks in engine.calls if verb in ("ahead", "leave")]
+    assert ("ahead", 3) in calls, "it was begun before the evict came"
+    assert ("ahead", 8) not in calls
+    assert [chunk for verb, chunk in calls if verb == "leave"] == [3, 8]
 
 
 def test_an_evict_overtakes_a_long_prefetch_and_its_chunks_stay_away(

@@ -1,0 +1,119 @@
+"""The SSD tier's files: read whole or not at all, and by threads of a session's own while others are looked after.
+
+No LMCache in here, and no locks of its.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from queue import SimpleQueue
+
+READERS = 2
+"""Files read at once by one session: one to be copied while another one's is waited for."""
+
+
+class Damaged(Exception):
+    """A file does not hold what the index says."""
+
+
+class Changed(Exception):
+    """A file was written to while it was read."""
+
+
+class ReadAhead:
+    """One read that a reader does, unless whoever wants it comes first."""
+
+    __slots__ = ("_claim", "_ended", "_error", "_read")
+
+    def __init__(self, read: Callable[[], None]) -> None:
+        self._read = read
+        self._claim, self._ended = threading.Lock(), threading.Lock()
+        self._ended.acquire()
+        self._error: BaseException | None = None
+
+    def get(self) -> None:
+        """Until it is read; reads by itself where no reader has begun. Raises what the read raised."""
+        if not self.run():
+            self._wait()
+        if self._error is not None:
+            raise self._error
+
+    def drop(self) -> None:
+        """It is not wanted any more: returns when no reader writes into its memory."""
+        if not self._claim.acquire(blocking=False):
+            self._wait()
+
+    def run(self) -> bool:
+        """False where another thread has begun already."""
+        if not self._claim.acquire(blocking=False):
+            return False
+        try:
+            self._read()
+        except BaseException as error:  # noqa: BLE001 - raised by get()
+            self._error = error
+        finally:
+            self._ended.release()
+        return True
+
+    def _wait(self) -> None:
+        self._ended.acquire()
+        self._ended.release()
+
+
+class Readers:
+    """Threads for one session, started with the first file that is read ahead: most sessions need none.
+
+    Daemons, for a disk that does not answer must not keep its process from ending. Used by one thread.
+    """
+
+    def __init__(self) -> None:
+        self._work: SimpleQueue[ReadAhead | None] = SimpleQueue()
+        self._threads: list[threading.Thread] = []
+
+    def submit(self, read: Callable[[], None]) -> ReadAhead:
+        """To be read by the next thread that is free."""
+        if len(self._threads) < READERS:
+            thread = threading.Thread(target=self._run, name=f"kvbus-read-{len(self._threads)}", daemon=True)
+            thread.start()
+            self._threads.append(thread)
+        item = ReadAhead(read)
+        self._work.put(item)
+        return item
+
+    def close(self) -> None:
+        """When nothing is to be read any more."""
+        for _ in self._threads:
+            self._work.put(None)
+        for thread in self._threads:
+            thread.join()
+        self._threads.clear()
+
+    def _run(self) -> None:
+        while (item := self._work.get()) is not None:
+            item.run()
+
+
+def read_exactly(path: str, buffer: memoryview, most: int, *, direct: bool = False) -> None:
+    """Fill the buffer from the start of a file that holds at least that many bytes and at most `most`.
+
+    Raises FileNotFoundError; Damaged for a file of another size or one that ends early; Changed when the file was
+    written to meanwhile (LMCache rewrites files in place).
+    """
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | (os.O_DIRECT if direct else 0))
+    try:
+        before = os.fstat(file)
+        if not len(buffer) <= before.st_size <= most:
+            raise Damaged(f"its file has {before.st_size:,} bytes instead of {len(buffer):,} to {most:,}")
+        done = 0
+        while done < len(buffer):
+            got = os.preadv(file, [buffer[done:]], done)
+            if got == 0:
+                raise Damaged(f"its file ended after {done:,} of {len(buffer):,} bytes")
+            done += got
+        after = os.fstat(file)
+        if (after.st_mtime_ns, after.st_size) != (before.st_mtime_ns, before.st_size):
+            raise Changed
+    finally:
+        os.close(file)
