@@ -106,7 +106,7 @@ def read_exactly(path: str, buffer: memoryview, most: int, *, direct: bool = Fal
         before = os.fstat(file)
         if not len(buffer) <= before.st_size <= most:
             raise Damaged(f"its file has {before.st_size:,} bytes instead of {len(buffer):,} to {most:,}")
-        done = 0
+        done = 0 if direct else _cached(file, buffer)
         while done < len(buffer):
             got = os.preadv(file, [buffer[done:]], done)
             if got == 0:
@@ -117,3 +117,20 @@ def read_exactly(path: str, buffer: memoryview, most: int, *, direct: bool = Fal
             raise Changed
     finally:
         os.close(file)
+
+
+def _cached(file: int, buffer: memoryview) -> int:
+    """Take what the page cache has, and have the system fetch the rest in one go; returns the number of bytes taken.
+
+    Read piece by piece, a disk gets to know of a file's end late; asked beforehand, a cached file costs a tenth more.
+    """
+    try:
+        done = os.preadv(file, [buffer], 0, os.RWF_NOWAIT)
+    except OSError:  # nothing of it is there, or this file system knows no such reads
+        done = 0
+    if done < len(buffer):
+        try:
+            os.posix_fadvise(file, done, len(buffer) - done, os.POSIX_FADV_WILLNEED)
+        except OSError:
+            pass  # not every file system takes advice
+    return done

@@ -373,8 +373,8 @@ class TestReadExactly:
         path.write_bytes(bytes(range(200)))
         real = os.preadv
 
-        def read_a_little_then_cut(file: int, buffers: list[memoryview], offset: int) -> int:
-            got = real(file, [buffers[0][:10]], offset)
+        def read_a_little_then_cut(file: int, buffers: list[memoryview], offset: int, flags: int = 0) -> int:
+            got = real(file, [buffers[0][:10]], offset, flags)
             os.truncate(path, 10)
             return got
 
@@ -390,8 +390,8 @@ class TestReadExactly:
         os.utime(path, ns=(1, 1))
         real = os.preadv
 
-        def read_then_rewrite(file: int, buffers: list[memoryview], offset: int) -> int:
-            got = real(file, buffers, offset)
+        def read_then_rewrite(file: int, buffers: list[memoryview], offset: int, flags: int = 0) -> int:
+            got = real(file, buffers, offset, flags)
             path.write_bytes(b"x" * 200)
             return got
 
@@ -399,11 +399,24 @@ class TestReadExactly:
         with pytest.raises(Changed):
             read_exactly(str(path), memoryview(bytearray(200)), 4096)
 
-    def test_short_reads_are_continued(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    @pytest.mark.parametrize("in_cache", [0, 7, 200])
+    def test_short_reads_are_continued(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_cache: int) -> None:
         path = tmp_path / "chunk"
         path.write_bytes(bytes(range(200)))
         real = os.preadv
-        monkeypatch.setattr(os, "preadv", lambda file, buffers, offset: real(file, [buffers[0][:7]], offset))
+        waited: list[int] = []
+
+        def read(file: int, buffers: list[memoryview], offset: int, flags: int = 0) -> int:
+            """Some of it at once, the rest in pieces of a disk's."""
+            if flags & os.RWF_NOWAIT:
+                if not in_cache:
+                    raise BlockingIOError(11, "Resource temporarily unavailable")
+                return real(file, [buffers[0][:in_cache]], offset)
+            waited.append(offset)
+            return real(file, [buffers[0][:90]], offset)
+
+        monkeypatch.setattr(os, "preadv", read)
         buffer = bytearray(200)
         read_exactly(str(path), memoryview(buffer), 200)
         assert buffer == bytes(range(200))
+        assert waited == {0: [0, 90, 180], 7: [7, 97, 187], 200: []}[in_cache]
