@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
@@ -15,7 +16,7 @@ from benchmarks.http_clients import Caller, evict_body, rate
 from benchmarks.load import Load
 from benchmarks.rows import Row, at_most, compared, percentile, times_higher
 from kvbus.client import KVBus
-from kvbus.protocol import parse_hash
+from kvbus.protocol import Evict, parse_hash
 from kvbus.settings import load_settings
 
 RANKS = 2
@@ -58,6 +59,22 @@ class Bench:
         if any(result.counts.evicted_pairs != 2 * HASHES for result in results):
             raise RuntimeError(f"not all was evicted: {results}")
         return taken, max(result.duration_us for result in results) / 1000
+
+    def many_over_the_bus(self, commands: int) -> tuple[float, float]:
+        """The same of so many at once, a command."""
+        texts = [tuple(self.stored()) for _ in range(commands)]
+        began = time.perf_counter()
+        handles = self.bus.send_all([Evict(chunk_hashes=chunks) for chunks in texts])
+        for handle in handles:
+            answered_everywhere(handle, RANKS)
+        taken = (time.perf_counter() - began) * 1000
+        inside: Counter[str] = Counter()
+        for handle in handles:
+            for name, answer in handle.state.finals.items():
+                if answer.result.counts.evicted_pairs != 2 * HASHES:
+                    raise RuntimeError(f"not all was evicted: {answer.result}")
+                inside[name] += answer.result.duration_us
+        return taken / commands, max(inside.values()) / 1000 / commands
 
     def over_http(self) -> float:
         """Milliseconds until the scheduler has answered."""
@@ -138,11 +155,26 @@ def _stored(bench: Bench, load: Load) -> list[Row]:
         engine.append(inside)
         http.append(bench.over_http())
         alone.append(bench.by_itself())
+    many: list[float] = []
+    inside_many: list[float] = []
+    for _ in range(3 if load.quick else 2 * load.rounds):
+        taken, inside = bench.many_over_the_bus(CLIENTS)
+        many.append(taken)
+        inside_many.append(inside)
     goal = at_most(1.05, "at most 5 % over the engine's own time")
     note = "each round is one command; the engine's own time is that of the slower rank in the same command"
     return [
         compared(
             "with engine, stored: whole command, beside the engine's own time", RANKS, whole, engine, "ms", goal, note
+        ),
+        compared(
+            f"with engine, stored: {CLIENTS} commands under way, beside the engine's own time",
+            RANKS,
+            many,
+            inside_many,
+            "ms a command",
+            goal,
+            "from the first one sent until all are answered; the engine's own time is the slower rank's sum",
         ),
         compared("with engine, stored: whole command, beside the HTTP fan-out", RANKS, whole, http, "ms"),
         compared("with engine, stored: whole command, beside batched_remove alone", RANKS, whole, alone, "ms"),

@@ -230,18 +230,9 @@ class Worker:
             if careful:
                 self._executor.settle()
             if time.monotonic() > answer_at and task is not tasks[-1]:
-                answer_at = self._answer_meanwhile()
+                self._wake.set()  # the keeper commits what is done, while this thread goes on
+                answer_at = time.monotonic() + ANSWER_EVERY_S
         self._executor.retry()
-
-    def _answer_meanwhile(self) -> float:
-        """Commit what is done though more is in hand; returns when to do so again."""
-        try:
-            self._worker_log.flush()
-        except Fenced:
-            raise
-        except Exception:  # noqa: BLE001 - the next read meets it again, and tells it; the tasks behind run all the same
-            return float("inf")
-        return time.monotonic() + ANSWER_EVERY_S
 
     def _fence(self, error: Fenced) -> None:
         with self._fence_lock:
