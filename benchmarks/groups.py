@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from benchmarks import bus, other_environment, rest, scale, sizes, tiers, with_engine
+from benchmarks import bus, other_environment, profile, rest, scale, sizes, tiers, with_engine
 from benchmarks.load import Load
 from benchmarks.rows import Row, Skipped
 
@@ -82,5 +82,13 @@ ALL: dict[str, Group] = {
         "workers and the facade cost when nothing is asked of them, and the commands that they send to the server.",
         scale.rows,
         ("workers", "length", "idle"),
+    ),
+    "profile": Group(
+        "What processor time is spent on",
+        "Microseconds of one command (an evict of 100 hashes to eight counting workers), by process and by what perf's "
+        "samples of that process fell into: Python's interpreter, kvbus's code and redis-py's together; the system, "
+        "that is sockets, waking and being woken; compiled libraries; the server.",
+        profile.rows,
+        ("bus", "facade"),
     ),
 }
