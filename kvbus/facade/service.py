@@ -47,6 +47,7 @@ class Facade:
         self.bus_error: BusError | None = None
         """Why the last roll could not be called."""
         self.stopping = asyncio.Event()
+        self._stopped: asyncio.Future[bool] | None = None
         self._roll: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -84,15 +85,15 @@ class Facade:
     async def wait(self, handle: AsyncHandle, seconds: float, *, final: bool = False) -> CommandState:
         """Until every live worker has answered (final: for good), or the time is over. Raises Stopped."""
         until = settled if final else replies.answered
+        if self._stopped is None:
+            self._stopped = asyncio.ensure_future(self.stopping.wait())  # one for all who wait
         waiting = asyncio.ensure_future(handle.wait(seconds, until=until))
-        stopping = asyncio.ensure_future(self.stopping.wait())
         try:
-            await asyncio.wait((waiting, stopping), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((waiting, self._stopped), return_when=asyncio.FIRST_COMPLETED)
             if not waiting.done():
                 raise Stopped("the facade is stopping; the command is on the bus, ask for it by its command_id")
             return waiting.result()
         finally:
-            stopping.cancel()
             waiting.cancel()
 
     async def roll_call(self) -> tuple[Member, ...]:
@@ -111,8 +112,7 @@ class Facade:
         """Know who is alive, and since when the others are silent, before a command asks."""
         while True:
             try:
-                self.members = await self.roll_call()
-                await self.ask(self.client.answers.start)
+                self.members = await self.ask(self._look)
                 if self.bus_error is not None:
                     _log.warning("the bus is back")
                 self.bus_error = None
@@ -122,6 +122,11 @@ class Facade:
                 self.bus_error = error
                 self.counters.add("bus_errors")
             await asyncio.sleep(ROLL_EVERY_S)
+
+    def _look(self) -> tuple[Member, ...]:
+        members = self.client.workers()
+        self.client.answers.start()
+        return members
 
 
 def _impatient(settings: Settings) -> Settings:
