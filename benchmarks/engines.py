@@ -78,7 +78,7 @@ def main() -> int:
         disk = args.directory / f"ssd{rank}"
         disk.mkdir(parents=True)
         config = CpuEngineConfig(
-            instance_id=f"{INSTANCE}-{rank}", rank=rank, world_size=args.workers, disk_dir=disk, cpu_gb=0.2
+            instance_id=f"{INSTANCE}-{rank}", rank=rank, world_size=args.workers, disk_dir=disk, cpu_gb=0.4
         )
         with CpuEngine(config) as engine:
             worker = attach(engine.engine, settings=settings, instance=INSTANCE, rank=rank)
