@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -47,7 +47,7 @@ class Facade:
         self.bus_error: BusError | None = None
         """Why the last roll could not be called."""
         self.stopping = asyncio.Event()
-        self._stopped: asyncio.Future[bool] | None = None
+        self._stopped: asyncio.Task[Any] | None = None
         self._roll: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -89,7 +89,8 @@ class Facade:
             self._stopped = asyncio.ensure_future(self.stopping.wait())  # one for all who wait
         waiting = asyncio.ensure_future(handle.wait(seconds, until=until))
         try:
-            await asyncio.wait((waiting, self._stopped), return_when=asyncio.FIRST_COMPLETED)
+            ends: tuple[asyncio.Task[Any], ...] = (waiting, self._stopped)
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             if not waiting.done():
                 raise Stopped("the facade is stopping; the command is on the bus, ask for it by its command_id")
             return waiting.result()
