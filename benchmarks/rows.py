@@ -77,11 +77,16 @@ def compared(
     unit: str,
     goal: Goal | None = None,
     note: str = "",
+    *,
+    paired: bool = False,
 ) -> Row:
-    """A row from the values of the rounds: medians of each side."""
+    """A row from the values of the rounds: medians of each side. paired: both are of the same commands in each round,
+    and so the ratio is the median of the rounds' ratios."""
     mine = statistics.median(ours)
     theirs = statistics.median(peer) if peer else None
     ratio = mine / theirs if theirs else None
+    if paired:
+        ratio = statistics.median(one / other for one, other in zip(ours, peer, strict=True))
     spread = {"ours": [min(ours), max(ours)]} | ({"peer": [min(peer), max(peer)]} if peer else {})
     goal = goal or Goal()
     return Row(measure, n, mine, theirs, unit, ratio, goal.text, goal.met(ratio), spread, note)

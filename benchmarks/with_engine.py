@@ -164,10 +164,17 @@ def _stored(bench: Bench, load: Load) -> list[Row]:
         many.append(taken)
         inside_many.append(inside)
     goal = at_most(1.05, "at most 5 % over the engine's own time")
-    note = "each round is one command; the engine's own time is that of the slower rank in the same command"
+    note = "each round is one command; the engine's own time is the slower rank's in it; ratio: the rounds' median"
     return [
         compared(
-            "with engine, stored: whole command, beside the engine's own time", RANKS, whole, engine, "ms", goal, note
+            "with engine, stored: whole command, beside the engine's own time",
+            RANKS,
+            whole,
+            engine,
+            "ms",
+            goal,
+            note,
+            paired=True,
         ),
         compared(
             f"with engine, stored: {AT_ONCE} commands under way, beside the engine's own time",
@@ -177,6 +184,7 @@ def _stored(bench: Bench, load: Load) -> list[Row]:
             "ms a command",
             goal,
             "from the first one sent until all are answered; the engine's own time is the slower rank's sum",
+            paired=True,
         ),
         compared("with engine, stored: whole command, beside the HTTP fan-out", RANKS, whole, http, "ms"),
         compared("with engine, stored: whole command, beside batched_remove alone", RANKS, whole, alone, "ms"),
