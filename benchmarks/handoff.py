@@ -121,9 +121,11 @@ def measure(bus: Callable[[], Any], requests: int) -> list[dict[str, Any]]:
 
 
 def row(bus: str, what: str, ours: list[int], peer: list[int] | None = None) -> dict[str, Any]:
-    found = {"bus": bus, "what": what, "p50_us": percentile(ours, 0.5), "p99_us": percentile(ours, 0.99)}
-    if peer is not None:
-        found |= {"peer_p50_us": percentile(peer, 0.5), "peer_p99_us": percentile(peer, 0.99)}
+    found: dict[str, Any] = {"bus": bus, "what": what}
+    for prefix, values in (("", ours), ("peer_", peer or [])):
+        if values:
+            for share, name in ((0.5, "p50"), (0.99, "p99"), (1.0, "max")):
+                found[f"{prefix}{name}_us"] = percentile(values, share)
     return found
 
 
