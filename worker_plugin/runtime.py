@@ -32,7 +32,7 @@ from worker_plugin.executor import Executor
 
 _log = logging.getLogger(__name__)
 
-ANSWER_EVERY_S = 0.025
+ANSWER_EVERY_S = 0.05
 """Of a batch whose commands take longer, the first are answered before the last are carried out."""
 
 
