@@ -63,6 +63,8 @@ def test_idle_for_longer_than_every_timeout(valkey: RealServer, make_rig: MakeRi
     rig = make_rig(valkey.url)
     with running(rig):
         rig.settle()
+        # What is done now and then (heartbeats, counters, the facade's roll) has its connection after its first turns.
+        time.sleep(2.5)
         connected = _connections(valkey)
         threads = _threads()
         # longer than block + reply timeout, live time, and the idle check
