@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from queue import SimpleQueue
 
 READERS = 2
@@ -22,65 +23,25 @@ class Changed(Exception):
     """A file was written to while it was read."""
 
 
-class ReadAhead:
-    """One read that a reader does, unless whoever wants it comes first."""
-
-    __slots__ = ("_claim", "_ended", "_error", "_read")
-
-    def __init__(self, read: Callable[[], None]) -> None:
-        self._read = read
-        self._claim, self._ended = threading.Lock(), threading.Lock()
-        self._ended.acquire()
-        self._error: BaseException | None = None
-
-    def get(self) -> None:
-        """Until it is read; reads by itself where no reader has begun. Raises what the read raised."""
-        if not self.run():
-            self._wait()
-        if self._error is not None:
-            raise self._error
-
-    def drop(self) -> None:
-        """It is not wanted any more: returns when no reader writes into its memory."""
-        if not self._claim.acquire(blocking=False):
-            self._wait()
-
-    def run(self) -> bool:
-        """False where another thread has begun already."""
-        if not self._claim.acquire(blocking=False):
-            return False
-        try:
-            self._read()
-        except BaseException as error:  # noqa: BLE001 - raised by get()
-            self._error = error
-        finally:
-            self._ended.release()
-        return True
-
-    def _wait(self) -> None:
-        self._ended.acquire()
-        self._ended.release()
-
-
 class Readers:
     """Threads for one session, started with the first file that is read ahead: most sessions need none.
 
-    Daemons, for a disk that does not answer must not keep its process from ending. Used by one thread.
+    Daemons, unlike an executor's: a disk that does not answer must not keep its process from ending. For one thread.
     """
 
     def __init__(self) -> None:
-        self._work: SimpleQueue[ReadAhead | None] = SimpleQueue()
+        self._work: SimpleQueue[tuple[Future[None], Callable[[], None]] | None] = SimpleQueue()
         self._threads: list[threading.Thread] = []
 
-    def submit(self, read: Callable[[], None]) -> ReadAhead:
-        """To be read by the next thread that is free."""
+    def submit(self, read: Callable[[], None]) -> Future[None]:
+        """To be read by the next thread that is free. Cancelled in time, it is never read."""
         if len(self._threads) < READERS:
             thread = threading.Thread(target=self._run, name=f"kvbus-read-{len(self._threads)}", daemon=True)
             thread.start()
             self._threads.append(thread)
-        item = ReadAhead(read)
-        self._work.put(item)
-        return item
+        done: Future[None] = Future()
+        self._work.put((done, read))
+        return done
 
     def close(self) -> None:
         """When nothing is to be read any more."""
@@ -92,7 +53,15 @@ class Readers:
 
     def _run(self) -> None:
         while (item := self._work.get()) is not None:
-            item.run()
+            done, read = item
+            if not done.set_running_or_notify_cancel():
+                continue
+            try:
+                read()
+            except BaseException as error:  # noqa: BLE001 - raised where the file is waited for
+                done.set_exception(error)
+            else:
+                done.set_result(None)
 
 
 def read_exactly(path: str, buffer: memoryview, most: int, *, direct: bool = False) -> None:

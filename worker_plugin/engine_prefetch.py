@@ -13,12 +13,13 @@ from __future__ import annotations
 import errno
 import logging
 from collections.abc import Hashable, Sequence
+from concurrent.futures import Future
 from types import TracebackType
 from typing import NamedTuple, Self
 
 from kvbus.protocol.hashes import ChunkHash
 from kvbus.protocol.results import Outcome
-from worker_plugin.engine_files import Changed, Damaged, ReadAhead, Readers, read_exactly
+from worker_plugin.engine_files import Changed, Damaged, Readers, read_exactly
 from worker_plugin.engine_ledger import Ledger, Load
 from worker_plugin.engine_tiers import (
     Keys,
@@ -70,7 +71,7 @@ class _Reading:
         self.entries: Sequence[DiskEntry] = ()
         self.objects: list[MemoryObject] = []
         self.need = 0
-        self.ahead: ReadAhead | None = None
+        self.ahead: Future[None] | None = None
 
     def read(self) -> None:
         """All parts' files into their memory. Raises what read_exactly raises."""
@@ -258,10 +259,10 @@ class Session:
         ended = Ended(Outcome.FAILED, detail="the load was broken off")
         damage = ""
         try:
-            if reading.ahead is None:
+            if reading.ahead is None or reading.ahead.cancel():  # no reader has begun: no use in waiting for one
                 reading.read()
             else:
-                reading.ahead.get()
+                reading.ahead.result()
             ended = self._take_in(reading)
         except FileNotFoundError:
             damage = "its file was gone"
@@ -291,8 +292,8 @@ class Session:
 
     def _abandon(self, reading: _Reading) -> None:
         """End a load that nobody wants any more. Waits for its reader, which writes into its memory."""
-        if reading.ahead is not None:
-            reading.ahead.drop()
+        if reading.ahead is not None and not reading.ahead.cancel():
+            reading.ahead.exception()
         self._end(reading, Ended(Outcome.EVICTED))
 
     def _end(self, reading: _Reading, ended: Ended, damage: str = "") -> Ended:

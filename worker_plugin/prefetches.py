@@ -164,6 +164,7 @@ class Prefetches:
         try:
             with self._engine.prefetching(tags=job.command.tags, sources=job.command.sources) as session:
                 status = self._load_all(job, session, tally)
+                self._busy_since = time.monotonic()  # its end waits for what is still being read
         except Exception as fault:  # noqa: BLE001 - whatever the engine raises is this command's failure, not ours
             _log.exception("prefetch %s failed in the engine", job.task.envelope.id)
             status, error = Status.FAILED, failure(fault)
@@ -210,10 +211,11 @@ class Prefetches:
                 del job.remaining[chunk]
             dropped = chunk in job.dropped
             job.loading = None if dropped else chunk
-        if dropped:
-            session.leave(chunk)
-            return ChunkOutcome(Outcome.EVICTED)
         self._busy_since = time.monotonic()
+        if dropped:
+            session.leave(chunk)  # waits where its file is being read
+            self._busy_since = None
+            return ChunkOutcome(Outcome.EVICTED)
         outcome = session.load(chunk)
         with self._lock:
             job.loading = None

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 
@@ -47,7 +47,6 @@ class Facade:
         self.bus_error: BusError | None = None
         """Why the last roll could not be called."""
         self.stopping = asyncio.Event()
-        self._stopped: asyncio.Task[Any] | None = None
         self._roll: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -85,16 +84,15 @@ class Facade:
     async def wait(self, handle: AsyncHandle, seconds: float, *, final: bool = False) -> CommandState:
         """Until every live worker has answered (final: for good), or the time is over. Raises Stopped."""
         until = settled if final else replies.answered
-        if self._stopped is None:
-            self._stopped = asyncio.ensure_future(self.stopping.wait())  # one for all who wait
         waiting = asyncio.ensure_future(handle.wait(seconds, until=until))
+        stopping = asyncio.ensure_future(self.stopping.wait())
         try:
-            ends: tuple[asyncio.Task[Any], ...] = (waiting, self._stopped)
-            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((waiting, stopping), return_when=asyncio.FIRST_COMPLETED)
             if not waiting.done():
                 raise Stopped("the facade is stopping; the command is on the bus, ask for it by its command_id")
             return waiting.result()
         finally:
+            stopping.cancel()
             waiting.cancel()
 
     async def roll_call(self) -> tuple[Member, ...]:

@@ -63,7 +63,7 @@ def test_idle_for_longer_than_every_timeout(valkey: RealServer, make_rig: MakeRi
     rig = make_rig(valkey.url)
     with running(rig):
         rig.settle()
-        # What is done now and then (heartbeats, counters, the facade's roll) has its connection after its first turns.
+        # The facade holds the connection that it sends on; its roll, once a second, makes another beside that.
         time.sleep(2.5)
         connected = _connections(valkey)
         threads = _threads()

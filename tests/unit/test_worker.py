@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 
 import msgspec
@@ -289,6 +290,22 @@ def test_an_engine_call_that_hangs_is_told_and_nobody_waits_for_it(
     assert (state.stuck, state.waiting, state.complete) == (("i/0",), (), False)
     engine.gate.set()
     assert done(hung).counts.loaded == 1
+    eventually(lambda: not client.workers()[0].registration.stuck, what="the rank to recover")
+
+
+def test_a_read_that_hangs_when_its_chunk_is_not_wanted_any_more_is_told_too(
+    client: KVBus, engine: ScriptedEngine, worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    let_go = threading.Event()
+    monkeypatch.setattr(engine, "leave", lambda chunk: let_go.wait(20))
+    engine.gate.clear()
+    prefetch = client.prefetch([1, 2])
+    assert engine.loading.wait(10)
+    done(client.evict([2], locations=[DDR]))
+    engine.gate.set()
+    eventually(lambda: client.workers()[0].registration.stuck, what="the rank to be told as stuck")
+    let_go.set()
+    assert done(prefetch).counts.evicted == 1
     eventually(lambda: not client.workers()[0].registration.stuck, what="the rank to recover")
 
 

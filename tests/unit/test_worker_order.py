@@ -222,6 +222,7 @@ def test_an_answer_that_cannot_be_written_holds_up_none_of_its_batch(
     engine.held[3] = raised
     handles = client.send_all([Evict(chunk_hashes=(place,)) for place in range(1, 5)])
     assert [done(handle).counts.evicted for handle in handles] == [1, 1, 1, 1]
+    assert raised.is_set()
 
 
 # -- whose name it is ------------------------------------------------------------------------------------------
